@@ -1,0 +1,5 @@
+"""``python -m peerbayes``."""
+
+from peerbayes.cli import main
+
+main()

@@ -1,0 +1,212 @@
+"""The verbs of the command line, thin. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peerbayes import __version__
+from peerbayes.errors import InputError
+
+if TYPE_CHECKING:
+    from peerbayes.learning import Reporter, Run
+    from peerbayes.reporting import Record
+
+app = typer.Typer(
+    help="Bayesian networks that learn from one another and know when they do not know.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(help="Where data sets lie.", envvar="PEERBAYES_DATA", show_default="~/.cache/peerbayes/data"),
+]
+Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"peerbayes {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs, figures and the report.")] = Path("demo"),
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0,1,2",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train DNN, Vanilla, DML and Ours on embedded data; print the paper's table, draw the figures."""
+    from peerbayes import demo as room
+
+    records = room.run(out, _parse_seeds(seeds), _reporter(quiet))
+    _show(records, as_json, many=True)
+    if not as_json:
+        typer.echo(f"\n{out / 'report.html'}, {out / 'retention.png'}, {out / 'reliability.png'}")
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one instead of the list.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes, or show one, complete with its defaults."""
+    from peerbayes.learning import load_recipe, packaged
+
+    if name is not None:
+        recipe = load_recipe(name)
+        typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
+        return
+    found = {key: load_recipe(key) for key in packaged()}
+    if as_json:
+        typer.echo(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        return
+    width = max(map(len, found))
+    for key, recipe in found.items():
+        typer.echo(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seeds: Seeds = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")
+    ] = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 10 s")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe into a run folder, then judge it on the test split."""
+    from peerbayes import learning
+
+    found = learning.load_recipe(recipe, changes)
+    numbers = _parse_seeds(seeds) if seeds is not None else [seed]
+    records = []
+    for number in numbers:
+        folder = learning.default_folder(recipe, number) if run is None else run
+        if run is not None and seeds is not None:
+            folder = run / f"seed{number}"
+        done = learning.train(
+            found,
+            folder,
+            seed=number,
+            resume=resume,
+            device=device,
+            root=data_root,
+            reporter=_reporter(quiet),
+            checkpoint_every=checkpoint_every,
+        )
+        records.append(_judge(done, device, data_root))
+    _show(records, as_json, many=seeds is not None)
+
+
+@app.command()
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs over seeds.")],
+    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    settle: Annotated[
+        float | None, typer.Option(help="Stop drawing for an image once its class is settled at this error level.")
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="A data set the peers should be unsure of; may be repeated.")
+    ] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Judge trained runs on their test split; a table over seeds with error bars."""
+    from peerbayes import reporting
+
+    folders = [folder for given in runs for folder in reporting.find_runs(given)]
+    records = [
+        reporting.evaluate(folder, draws=draws, settle=settle, out_of_distribution=ood, device=device, root=data_root)
+        for folder in folders
+    ]
+    _show(records, as_json, many=len(records) > 1)
+
+
+def _judge(run: Run, device: str, root: Path | None) -> Record:
+    from peerbayes import reporting
+    from peerbayes.posteriors.storage import write_bytes
+
+    record = reporting.evaluate(run, device=device, root=root)
+    reporting.write_record(run.folder / "evaluation.json", record)
+    page = reporting.report_page(
+        [record], run.recipe.title, {"The terms over the epochs, averaged over peers.": run.metrics}
+    )
+    write_bytes(run.folder / "report.html", page.encode())
+    return record
+
+
+def _show(records: list[Record], as_json: bool, many: bool) -> None:
+    from peerbayes import reporting
+
+    if as_json:
+        typer.echo(json.dumps(records if many else records[0], indent=1))
+        return
+    typer.echo(reporting.text_table(records))
+    for record in records:
+        for peer in record["peers"]:
+            for name, figures in peer.get("out_of_distribution", {}).items():
+                shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items())
+                typer.echo(f"seed {record['seed']} {peer['name']} against {name}: {shown}")
+
+
+def _parse_seeds(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
+    if len(set(found)) < len(found):
+        raise InputError(f"seeds '{text}': a seed stands there twice")
+    return found
+
+
+def _reporter(quiet: bool) -> Reporter:
+    from peerbayes.learning import ConsoleReporter, Reporter
+
+    return Reporter() if quiet else ConsoleReporter()
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
+    try:
+        app(arguments)
+    except InputError as error:
+        print(f"peerbayes: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("peerbayes: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except RuntimeError as error:
+        if type(error).__name__ != "TrainingError":
+            raise
+        print(f"peerbayes: {error}", file=sys.stderr)
+        sys.exit(1)

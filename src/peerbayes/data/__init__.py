@@ -1,0 +1,22 @@
+"""Data sets as tensors, splits that are the same every time, and augmentation on the device."""
+
+from peerbayes.data.augmentation import AUGMENTATIONS, augment, to_unit
+from peerbayes.data.loading import Dataset, load, load_images
+from peerbayes.data.sources import data_root, names
+from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
+
+__all__ = [
+    "AUGMENTATIONS",
+    "ArraySplit",
+    "Dataset",
+    "FolderSplit",
+    "Split",
+    "augment",
+    "batches",
+    "data_root",
+    "load",
+    "load_images",
+    "names",
+    "order",
+    "to_unit",
+]

@@ -1,0 +1,100 @@
+"""Folders of images: one folder a class, with or without train/val/test, and Tiny ImageNet's layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from peerbayes.data.splits import FolderSplit, open_rgb
+from peerbayes.errors import InputError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def has_folders(folder: Path) -> bool:
+    """Return whether there are sub-folders (hidden ones do not count)."""
+    return bool(_folders(folder))
+
+
+def image_files(folder: Path) -> list[str]:
+    """Return every image below ``folder``, sorted; hidden files and other extensions are passed over."""
+    found = [
+        os.path.join(place, name)
+        for place, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    ]
+    return sorted(found)
+
+
+def class_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of the class folders, sorted; a class is numbered by its place."""
+    names = tuple(child.name for child in _folders(folder))
+    if not names:
+        raise InputError(f"{folder}: expected one sub-folder a class, found none")
+    return names
+
+
+def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) -> FolderSplit:
+    """Return the images of ``folder/<class>/``, class by class; every sub-folder must be one of ``classes``.
+
+    Args:
+        folder: holds one folder a class.
+        classes: the names, in the order of their numbers.
+        size: side of the images; by default :func:`natural_size` of the first.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    files: list[str] = []
+    labels: list[int] = []
+    for name in class_names(folder):
+        if name not in numbers:
+            raise InputError(f"{folder / name}: class '{name}' is not in the training split")
+        found = image_files(folder / name)
+        if not found:
+            raise InputError(f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)})")
+        files += found
+        labels += [numbers[name]] * len(found)
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files[0]))
+
+
+def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSplit:
+    """Return Tiny ImageNet's validation images: ``images/`` labelled by the lines of ``val_annotations.txt``."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    listing = folder / "val_annotations.txt"
+    present = set(os.listdir(folder / "images")) if (folder / "images").is_dir() else set()
+    labelled: list[tuple[str, int]] = []
+    for number, line in enumerate(listing.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name, _, rest = line.partition("\t")
+        label = rest.partition("\t")[0].strip()
+        if label not in numbers:
+            raise InputError(f"{listing}, line {number}: class '{label}' is not in the training split")
+        if name not in present:
+            raise InputError(f"{listing}, line {number}: no image '{name}' in {folder / 'images'}")
+        labelled.append((str(folder / "images" / name), numbers[label]))
+    if not labelled:
+        raise InputError(f"{listing}: expected one line an image, found none")
+    labelled.sort()
+    labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
+    return FolderSplit([file for file, _ in labelled], labels, size)
+
+
+def read_images(folder: Path) -> FolderSplit:
+    """Return all images below ``folder`` without labels."""
+    files = image_files(folder)
+    if not files:
+        raise InputError(f"{folder}: expected images ({', '.join(EXTENSIONS)}), found none")
+    return FolderSplit(files, None, natural_size(files[0]))
+
+
+def natural_size(file: str) -> int:
+    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
+    return min(224, *open_rgb(file).size)

@@ -1,0 +1,175 @@
+"""Readers of the file formats, each from a path to checked arrays; nothing that a file says is run."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import math
+import pickle
+import struct
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peerbayes.errors import InputError
+
+Array = NDArray[Any]
+
+_CHANNELS = (1, 3, 4)
+
+
+def image_tensor(array: Array, where: str) -> Tensor:
+    """Return images as (N, C, H, W), uint8 or float32 in [0, 1].
+
+    Args:
+        array: (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels (the last axis is looked at
+            first), uint8 or float in [0, 1].
+        where: file and key, for messages.
+    """
+    if array.dtype != np.uint8 and array.dtype.kind != "f":
+        raise InputError(f"{where}: images must be uint8, or float in [0, 1], got {array.dtype}")
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[3] in _CHANNELS:
+        array = array.transpose(0, 3, 1, 2)
+    elif array.ndim != 4 or array.shape[1] not in _CHANNELS:
+        raise InputError(f"{where}: images must have shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 "
+                         f"channels, got {array.shape}")  # fmt: skip
+    if array.size == 0:
+        raise InputError(f"{where}: expected at least one image, got shape {array.shape}")
+    if array.dtype != np.uint8:
+        low, high = float(array.min()), float(array.max())  # NaN wins in both
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise InputError(f"{where}: float images must be finite, got NaN or infinity")
+        if low < 0 or high > 1:
+            raise InputError(f"{where}: float images must be in [0, 1], got values from {low:g} to {high:g} "
+                             "(divide by 255, or store uint8)")  # fmt: skip
+        array = array.astype(np.float32)
+    return torch.from_numpy(np.array(array, order="C"))
+
+
+def label_tensor(array: Array, where: str, count: int, classes: int | None = None) -> Tensor:
+    """Return labels as int64 (N,), checked against the number of images and of classes.
+
+    Args:
+        array: integers, (N,) or (N, 1).
+        where: file and key, for messages.
+        count: number of images.
+        classes: number of classes, where it is known.
+    """
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{where}: labels must be integers, got {array.dtype}")
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1:
+        raise InputError(f"{where}: labels must have shape (N,), got {array.shape}")
+    if len(array) != count:
+        raise InputError(f"{where}: {len(array)} labels for {count} images")
+    low, high = int(array.min(initial=0)), int(array.max(initial=0))
+    if low < 0:
+        raise InputError(f"{where}: labels must not be negative, got {low}")
+    if classes is not None and high >= classes:
+        raise InputError(f"{where}: labels must be below {classes}, the number of classes, got {high}")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def read_npz(path: Path, keys: Collection[str], required: str | None = None) -> dict[str, Array]:
+    """Return those of ``keys`` that the file holds; ``required`` must be one. Pickled objects are refused."""
+    try:
+        # Opened here, because numpy leaves a file that is no archive open.
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            found = list(file.files)
+            arrays = {key: file[key] for key in keys if key in found}
+    except Exception as error:  # zipfile, zlib and numpy each have their own
+        raise InputError(f"{path}: cannot be read as an .npz file ({error or type(error).__name__})") from error
+    if required is not None and required not in arrays:
+        raise InputError(f"{path}: no key '{required}' (found: {', '.join(found) or 'nothing'})")
+    return arrays
+
+
+def read_npy(path: Path) -> Array:
+    """Return the array of an .npy file. Pickled objects are refused."""
+    try:
+        with path.open("rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read as an .npy file ({error or type(error).__name__})") from error
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickles containers, numbers, text and numpy arrays, and refuses every other class."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        super().__init__(file, encoding="bytes")
+        self._path = path
+        reconstruct = np.empty(0).__reduce__()[0]
+        self._allowed = {
+            ("numpy.core.multiarray", "_reconstruct"): reconstruct,
+            ("numpy._core.multiarray", "_reconstruct"): reconstruct,
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("_codecs", "encode"): codecs.encode,
+        }
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        try:
+            return self._allowed[module_name, global_name]
+        except KeyError:
+            raise InputError(f"{self._path}: the pickle asks for '{module_name}.{global_name}', which is not allowed: "
+                             "expected numpy arrays, lists and text only") from None  # fmt: skip
+
+
+def read_pickle(path: Path) -> Mapping[bytes, Any]:
+    """Return the dictionary in a CIFAR pickle, keys as bytes; only an allow-list of classes is ever built."""
+    try:
+        with path.open("rb") as file:
+            content = _ArrayUnpickler(path, file).load()
+    except InputError:
+        raise
+    except Exception as error:  # a broken pickle can raise nearly anything
+        raise InputError(f"{path}: cannot be read as a CIFAR pickle ({error or type(error).__name__})") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a dictionary, got {type(content).__name__}")
+    return content
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """Return the uint8 array of an idx file, plain or gzipped, which must have that many dimensions."""
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except Exception as error:  # gzip, zlib and the end of the file each have their own
+        raise InputError(f"{path}: cannot be read as an idx file ({error})") from error
+    magic, start = 0x0800 + dimensions, 4 + 4 * dimensions
+    if len(data) < start:
+        raise InputError(f"{path}: truncated idx file: {len(data)} bytes, shorter than its header")
+    found, *shape = struct.unpack(f">{1 + dimensions}I", data[:start])
+    if found != magic:
+        raise InputError(f"{path}: expected an idx file with magic number {magic}, got {found}")
+    if len(data) - start != math.prod(shape):
+        raise InputError(f"{path}: truncated or overlong idx file: {math.prod(shape)} bytes expected for shape "
+                         f"{tuple(shape)}, got {len(data) - start}")  # fmt: skip
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+
+
+def read_mat(path: Path, keys: Collection[str]) -> dict[str, Array]:
+    """Return the named arrays of a MATLAB file, version 5 to 7.2."""
+    from scipy.io import loadmat
+
+    try:
+        arrays: dict[str, Array] = loadmat(path, variable_names=list(keys))
+    except NotImplementedError as error:
+        raise InputError(f"{path}: MATLAB 7.3 (HDF5) files are not read; save it again in MATLAB or Octave with "
+                         "the option -v7") from error  # fmt: skip
+    except Exception as error:  # a corrupt file can raise nearly anything
+        raise InputError(f"{path}: cannot be read as a .mat file ({error or type(error).__name__})") from error
+    for key in keys:
+        if key not in arrays:
+            raise InputError(f"{path}: no variable '{key}'")
+    return arrays

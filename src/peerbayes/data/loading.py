@@ -1,0 +1,172 @@
+"""From a name or a path to a data set with fixed splits.
+
+Where data is looked for: the ``root`` argument, else the environment variable ``PEERBAYES_DATA``, else
+``~/.cache/peerbayes/data``. Splits are the same every time:
+
+- The official test split is the test split. Where there is none, a fifth of each class is held out by a fixed
+  permutation.
+- ``validation`` takes the *last* images of the training split, in order, as the papers do with CIFAR. Where
+  the training split is stored class by class (each class in one run, as in image folders), the last images
+  would be of one class: then the same share of each class is taken by a fixed permutation. Either way the
+  training images keep their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peerbayes import noise
+from peerbayes.data.sources import READERS, Source, Stored, data_root, read_folder, read_npz
+from peerbayes.data.splits import ArraySplit, Split, held_out, measure
+from peerbayes.errors import InputError, nearest
+
+_MEASURED = 2000  # files of a folder on which mean and deviation are measured
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set with its fixed splits.
+
+    Args:
+        name: the registered name, or the stem of the path.
+        train: the training split, without the validation images.
+        validation: held out of the training split, the data's own, or None.
+        test: the test split.
+        classes: number of classes.
+        class_names: one a class, where they are known.
+        shape: channels, height and width of one image in a batch.
+        mean: per channel in the [0, 1] scale: published constants for CIFAR and ImageNet, else measured on
+            ``train`` (for folders, on at most 2,000 files of it).
+        std: as ``mean``.
+        soft_labels: float32 (N, classes), the distribution of human labels of the test images (CIFAR-10H), or
+            None.
+    """
+
+    name: str
+    train: Split
+    validation: Split | None
+    test: Split
+    classes: int
+    class_names: tuple[str, ...] | None
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    soft_labels: Tensor | None = None
+
+
+def load(
+    name: str | Path, *, root: Path | str | None = None, validation: int | float = 0, size: int | None = None
+) -> Dataset:
+    """Read a data set; the module's text gives the rules of the splits.
+
+    Args:
+        name: a registered name (see :func:`peerbayes.data.names`), or a path to an ``.npz`` file or an image
+            folder; a relative path is looked for in the working directory, then under the root.
+        root: the folder of the data (see :func:`peerbayes.data.data_root`).
+        validation: images to hold out of the training split: a number, or a fraction below 1.
+        size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
+            ImageNet, and for other folders the shortest side of the first image, at most 224.
+    """
+    found = _read(name, root, want_train=True)
+    train, test, own = found.train, found.test, found.validation
+    assert train is not None
+    if test is None:
+        if len(train) < 2:
+            raise InputError(f"{name}: expected at least two images to hold out a test split, got {len(train)}")
+        assert train.labels is not None
+        kept, held = held_out(train.labels, max(1, len(train) // 5), "test")
+        train, test = train.select(kept), train.select(held)
+    count = _validation_count(name, validation, len(train))
+    if count and own is not None:
+        raise InputError(f"{name} has its own validation split of {len(own)} images: leave validation at 0")
+    if count:
+        kept, held = _validation_split(train, count)
+        train, own = train.select(kept), train.select(held)
+    if size is not None:
+        _check_size(size)
+        train, test, own = train.sized(size), test.sized(size), None if own is None else own.sized(size)
+    for label, split in (("test", test), ("validation", own)):
+        if split is not None and split.shape != train.shape:
+            raise InputError(f"{name}: {label} images have shape {split.shape}, training images {train.shape}")
+    mean, std = found.stats or measure(_measured_part(train))
+    return Dataset(
+        name=_title(name),
+        train=train,
+        validation=own,
+        test=test,
+        classes=found.classes,
+        class_names=found.class_names,
+        shape=train.shape,
+        mean=mean,
+        std=std,
+        soft_labels=found.soft_labels,
+    )
+
+
+def load_images(name: str | Path, *, root: Path | str | None = None, size: int | None = None) -> Split:
+    """Read images only, for instance an out-of-distribution set: the test split, or every image where there is none.
+
+    Labels may be absent, and are for image folders, which need no class folders here. Only the files of that
+    split have to be there. Arguments as in :func:`load`.
+    """
+    found = _read(name, root, want_train=False)
+    split = found.train if found.test is None else found.test
+    assert split is not None
+    if size is not None:
+        _check_size(size)
+        split = split.sized(size)
+    return split
+
+
+def _title(name: str | Path) -> str:
+    return name if isinstance(name, str) and name in READERS else Path(name).stem
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise InputError(f"size must be at least 1, got {size}")
+
+
+def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source:
+    base = data_root(root)
+    if isinstance(name, str) and name in READERS:
+        return READERS[name](base, want_train)
+    path = Path(name).expanduser()
+    for place in (path, base / path):
+        if place.is_dir():
+            return read_folder(place, want_train)
+        if place.is_file():
+            if place.suffix != ".npz":
+                raise InputError(f"{place}: expected an .npz file, an image folder or a known name")
+            return read_npz(place, want_train)
+    hint = nearest(str(name), READERS)
+    raise InputError(f"no data set '{name}': not a known name, and neither {path} nor {base / path} exists{hint}")
+
+
+def _validation_split(train: Stored, count: int) -> tuple[Tensor, Tensor]:
+    labels = train.labels
+    assert labels is not None
+    runs = 1 + int((labels[1:] != labels[:-1]).sum())
+    if runs == len(labels.unique()):
+        return held_out(labels, count, "validation")
+    index = torch.arange(len(train))
+    return index[:-count], index[-count:]
+
+
+def _validation_count(name: str | Path, validation: int | float, total: int) -> int:
+    if isinstance(validation, float) and not 0 <= validation < 1:
+        raise InputError(f"validation as a fraction must be in [0, 1), got {validation}")
+    count = round(validation * total) if isinstance(validation, float) else int(validation)
+    if not 0 <= count < total:
+        raise InputError(f"validation must leave training images: got {validation}, {name} has {total}")
+    return count
+
+
+def _measured_part(train: Stored) -> Stored:
+    if isinstance(train, ArraySplit) or len(train) <= _MEASURED:
+        return train
+    return train.select(noise.permutation(noise.Address(0, "data", "measure"), len(train))[:_MEASURED])

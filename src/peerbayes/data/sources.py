@@ -1,0 +1,337 @@
+"""The known data sets and the layouts of their files: where each is looked for, and how it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peerbayes import noise
+from peerbayes.data import folders, formats
+from peerbayes.data.splits import ArraySplit, FolderSplit, held_out
+from peerbayes.errors import InputError
+
+Stored = ArraySplit | FolderSplit
+Stats = tuple[tuple[float, ...], tuple[float, ...]]
+
+CIFAR10_STATS: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+CIFAR100_STATS: Stats = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761))
+IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a reader found: the splits as stored.
+
+    Args:
+        train: absent where only images were asked for.
+        test: absent where the data has none.
+        validation: the data's own.
+        classes: number of classes; 0 where only images were asked for.
+        class_names: one a class, where they are known.
+        stats: published mean and deviation, or None to measure them.
+        soft_labels: float32 (N, classes) of the test images, or None.
+    """
+
+    train: Stored | None
+    test: Stored | None
+    validation: Stored | None = None
+    classes: int = 0
+    class_names: tuple[str, ...] | None = None
+    stats: Stats | None = None
+    soft_labels: Tensor | None = None
+
+
+Reader = Callable[[Path, bool], Source]  # (root, whether the training split is wanted)
+READERS: dict[str, Reader] = {}
+
+
+def source(name: str) -> Callable[[Reader], Reader]:
+    """Register a reader under a name."""
+
+    def register(reader: Reader) -> Reader:
+        READERS[name] = reader
+        return reader
+
+    return register
+
+
+def names() -> tuple[str, ...]:
+    """Return the registered names, sorted."""
+    return tuple(sorted(READERS))
+
+
+def data_root(root: Path | str | None = None) -> Path:
+    """Return the folder of the data: the argument, else ``PEERBAYES_DATA``, else ``~/.cache/peerbayes/data``."""
+    return Path(root or os.environ.get("PEERBAYES_DATA") or "~/.cache/peerbayes/data").expanduser()
+
+
+def _find(root: Path, places: Sequence[str], archive: str) -> Path:
+    for place in places:
+        if (root / place).exists():
+            return root / place
+    looked = ", ".join(str(root / place) for place in places)
+    raise InputError(f"data set not found: looked for {looked}; get {archive} and put it there (archives unpacked), or "
+                     "name another data root by the root option or PEERBAYES_DATA")  # fmt: skip
+
+
+def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source:
+    """Read ``train_``, ``test_``, ``validation_`` (or ``val_``) ``images`` and ``labels``, and ``names``, from a file.
+
+    Without ``want_train`` only the test images are read, or the training images where there are none; labels
+    are optional then.
+    """
+    if want_train:
+        prefixes = ("train", "test", "validation", "val")
+        keys = [f"{prefix}_{part}" for prefix in prefixes for part in ("images", "labels")]
+        arrays = formats.read_npz(path, [*keys, "names"], required="train_images")
+    else:
+        arrays = formats.read_npz(path, ("test_images", "test_labels", "names"))
+        if "test_images" not in arrays:
+            arrays = formats.read_npz(path, ("train_images", "train_labels", "names"), required="train_images")
+    class_names = _class_names(arrays["names"], path) if "names" in arrays else None
+    classes = classes or (len(class_names) if class_names else None)
+
+    def split(prefix: str) -> ArraySplit | None:
+        if f"{prefix}_images" not in arrays:
+            return None
+        images = formats.image_tensor(arrays[f"{prefix}_images"], f"{path}: {prefix}_images")
+        key = f"{prefix}_labels"
+        if key not in arrays:
+            if want_train:
+                raise InputError(f"{path}: no key '{key}' beside '{prefix}_images'")
+            return ArraySplit(images)
+        return ArraySplit(images, formats.label_tensor(arrays[key], f"{path}: {key}", len(images), classes))
+
+    train = split("train")
+    if want_train and classes is None:
+        classes = _count_classes(train, path)
+    return Source(
+        train, split("test"), split("validation") or split("val"), classes=classes or 0, class_names=class_names
+    )
+
+
+def _class_names(array: formats.Array, path: Path) -> tuple[str, ...]:
+    if array.ndim != 1 or array.dtype.kind not in "US" or not len(array):
+        raise InputError(f"{path}: names must be a list of texts, got shape {array.shape} of {array.dtype}")
+    return tuple(item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array)
+
+
+def _count_classes(train: ArraySplit | None, path: Path) -> int:
+    assert train is not None
+    assert train.labels is not None
+    present = train.labels.unique()
+    classes = int(present[-1]) + 1
+    if len(present) < classes:
+        absent = int((present != torch.arange(len(present))).nonzero()[0])
+        raise InputError(f"{path}: train_labels has no image of class {absent}: number the classes from 0 without "
+                         "gaps, or name them all under the key 'names'")  # fmt: skip
+    return classes
+
+
+def read_folder(path: Path, want_train: bool) -> Source:
+    """Read ``train/<class>/``, and ``val`` and ``test`` beside it, or ``<class>/`` alone, in sorted order.
+
+    The test split is ``test`` where it has class folders, else ``val``; where both have them, ``val`` is the
+    validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``.
+    """
+    train, val, test = (path / part if (path / part).is_dir() else None for part in ("train", "val", "test"))
+    tiny = val is not None and (val / "val_annotations.txt").is_file()
+    if val is not None and test is not None and (tiny or not folders.has_folders(test)):
+        test = None  # published without labels
+    if not want_train:
+        return Source(None, folders.read_images(test or val or path))
+    if train is None:
+        if val is not None or test is not None:
+            raise InputError(f"{path}: expected a folder 'train' beside 'val' or 'test'")
+        classes = folders.class_names(path)
+        return Source(folders.read_classes(path, classes), None, classes=len(classes), class_names=classes)
+    classes = folders.class_names(train)
+    split = folders.read_classes(train, classes)
+    read = folders.read_annotated if tiny else folders.read_classes
+    others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    return Source(
+        split,
+        others[0] if others else None,
+        others[1] if len(others) > 1 else None,
+        classes=len(classes),
+        class_names=classes,
+    )
+
+
+@source("digits")
+def _digits(root: Path, want_train: bool) -> Source:  # noqa: ARG001 (one signature for all readers)
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy(np.round(data.images * 255 / 16).astype(np.uint8))[:, None]
+    # They come writer by writer: shuffled, so that the last ones stand for all.
+    shuffled = noise.permutation(noise.Address(0, "data", "split/digits"), len(images))
+    whole = ArraySplit(images, torch.from_numpy(data.target)).select(shuffled)
+    assert whole.labels is not None
+    kept, held = held_out(whole.labels, 500, "test")
+    return Source(
+        whole.select(kept), whole.select(held), classes=10, class_names=tuple(str(digit) for digit in range(10))
+    )
+
+
+def _cifar(folder: Path, files: Sequence[str], key: bytes, classes: int) -> ArraySplit:
+    images, labels = [], []
+    for file in files:
+        content = formats.read_pickle(_present(folder / file))
+        data, numbers = content.get(b"data"), content.get(key)
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
+            raise InputError(f"{folder / file}: expected 'data' as a uint8 array of shape (N, 3072)")
+        if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+            raise InputError(f"{folder / file}: expected '{key.decode()}' as a list of integers")
+        where = f"{folder / file}: {key.decode()}"
+        images.append(torch.from_numpy(data.reshape(-1, 3, 32, 32).copy()))
+        labels.append(formats.label_tensor(np.array(numbers), where, len(data), classes))
+    return ArraySplit(torch.cat(images), torch.cat(labels))
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise InputError(f"{path}: file not found; unpack the archive again")
+    return path
+
+
+def _cifar_names(path: Path, key: bytes) -> tuple[str, ...] | None:
+    if not path.is_file():
+        return None
+    listed = formats.read_pickle(path).get(key)
+    if not isinstance(listed, list) or not all(isinstance(name, bytes) for name in listed):
+        raise InputError(f"{path}: expected '{key.decode()}' as a list of names")
+    return tuple(name.decode("utf-8", "replace") for name in listed)
+
+
+@source("cifar10")
+def _cifar10(root: Path, want_train: bool) -> Source:
+    places = ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10.npz")
+    path = _find(root, places, "cifar-10-python.tar.gz")
+    if path.is_file():
+        found = read_npz(path, want_train, classes=10)
+    else:
+        files = [f"data_batch_{number}" for number in range(1, 6)]
+        found = Source(
+            _cifar(path, files, b"labels", 10) if want_train else None,
+            _cifar(path, ["test_batch"], b"labels", 10),
+            classes=10,
+            class_names=_cifar_names(path / "batches.meta", b"label_names"),
+        )
+    return replace(found, stats=CIFAR10_STATS, soft_labels=_human_labels(root, found.test))
+
+
+def _human_labels(root: Path, test: Stored | None) -> Tensor | None:
+    """Return CIFAR-10H as probabilities from ``cifar10h.npz``, ``cifar10h-probs.npy`` or ``cifar10h-counts.npy``."""
+    loaded: Any = None
+    for path in (root / f"cifar10h{ending}" for ending in (".npz", "-probs.npy", "-counts.npy")):
+        if path.is_file():
+            if path.suffix == ".npz":
+                arrays = formats.read_npz(path, ("probs", "counts"))
+                loaded = arrays.get("probs", arrays.get("counts"))
+            else:
+                loaded = formats.read_npy(path)
+            break
+    else:
+        return None
+    count = 0 if test is None else len(test)
+    if loaded is None or loaded.shape != (count, 10) or loaded.dtype.kind not in "fiu":
+        raise InputError(f"{path}: expected 'probs' or 'counts' of shape ({count}, 10) for the test images")
+    shares = torch.from_numpy(loaded.astype(np.float64))
+    total = shares.sum(dim=1, keepdim=True)
+    if not (shares.isfinite().all() and (shares >= 0).all() and (total > 0).all()):
+        raise InputError(f"{path}: human labels must be finite, not negative, and not all zero for any image")
+    return (shares / total).float()
+
+
+@source("cifar100")
+def _cifar100(root: Path, want_train: bool) -> Source:
+    places = ("cifar-100-python", "cifar100/cifar-100-python", "cifar100.npz")
+    path = _find(root, places, "cifar-100-python.tar.gz")
+    if path.is_file():
+        return replace(read_npz(path, want_train, classes=100), stats=CIFAR100_STATS)
+    return Source(
+        _cifar(path, ["train"], b"fine_labels", 100) if want_train else None,
+        _cifar(path, ["test"], b"fine_labels", 100),
+        classes=100,
+        class_names=_cifar_names(path / "meta", b"fine_label_names"),
+        stats=CIFAR100_STATS,
+    )
+
+
+@source("svhn")
+def _svhn(root: Path, want_train: bool) -> Source:
+    def split(part: str) -> ArraySplit:
+        file = f"{part}_32x32.mat"
+        path = _find(root, (f"svhn/{file}", file), file)
+        arrays = formats.read_mat(path, ("X", "y"))
+        pixels = arrays["X"]
+        if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
+            raise InputError(f"{path}: expected 'X' as a uint8 array of shape (32, 32, 3, N), got {pixels.shape}")
+        images = formats.image_tensor(pixels.transpose(3, 0, 1, 2), f"{path}: X")
+        labels = formats.label_tensor(arrays["y"], f"{path}: y", len(images), 11)
+        return ArraySplit(images, labels % 10)  # the files write the digit 0 as 10
+
+    digits = tuple(str(digit) for digit in range(10))
+    return Source(split("train") if want_train else None, split("test"), classes=10, class_names=digits)
+
+
+def _idx(root: Path, want_train: bool, places: Sequence[str], class_names: tuple[str, ...]) -> Source:
+    def part(name: str, dimensions: int) -> tuple[np.ndarray[Any, Any], Path]:
+        stems = (f"{name}-idx{dimensions}-ubyte", f"{name}.idx{dimensions}-ubyte")
+        files = [f"{place}/{stem}{end}" for place in places for stem in stems for end in ("", ".gz")]
+        path = _find(root, files, f"{stems[0]}.gz")
+        return formats.read_idx(path, dimensions), path
+
+    def split(name: str) -> ArraySplit:
+        pixels, image_path = part(f"{name}-images", 3)
+        numbers, label_path = part(f"{name}-labels", 1)
+        images = formats.image_tensor(pixels, str(image_path))
+        return ArraySplit(images, formats.label_tensor(numbers, str(label_path), len(images), 10))
+
+    return Source(split("train") if want_train else None, split("t10k"), classes=10, class_names=class_names)
+
+
+@source("mnist")
+def _mnist(root: Path, want_train: bool) -> Source:
+    return _idx(root, want_train, ("mnist", "MNIST/raw"), tuple(str(digit) for digit in range(10)))
+
+
+@source("fashion-mnist")
+def _fashion_mnist(root: Path, want_train: bool) -> Source:
+    clothes = ("T-shirt/top", "trouser", "pullover", "dress", "coat",
+               "sandal", "shirt", "sneaker", "bag", "ankle boot")  # fmt: skip
+    return _idx(root, want_train, ("fashion-mnist", "FashionMNIST/raw"), clothes)
+
+
+@source("imagenet")
+def _imagenet(root: Path, want_train: bool) -> Source:
+    archives = "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (as train/<class>/ and val/<class>/)"
+    found = read_folder(_find(root, ("imagenet", "ILSVRC2012"), archives), want_train)
+    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
+
+
+@source("tiny-imagenet")
+def _tiny_imagenet(root: Path, want_train: bool) -> Source:
+    places = ("tiny-imagenet-200", "tiny-imagenet")
+    found = read_folder(_find(root, places, "tiny-imagenet-200.zip"), want_train)
+    return replace(_resized(found, 64, 1.0), stats=IMAGENET_STATS)
+
+
+def _resized(found: Source, size: int, margin: float) -> Source:
+    def resized(split: Stored | None) -> Stored | None:
+        return replace(split, size=size, margin=margin) if isinstance(split, FolderSplit) else split
+
+    return replace(
+        found,
+        train=resized(found.train),
+        test=resized(found.test),
+        validation=resized(found.validation),
+    )

@@ -1,0 +1,277 @@
+"""One split of a data set: images by index, from memory or from files, and the order of an epoch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from peerbayes import noise
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+
+_CHUNK = 2048  # images that are converted at a time
+
+
+class Split(Protocol):
+    """Images that are fetched by index.
+
+    ``labels`` is int64 (N,) on the CPU, or None where the images have none.
+    """
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return images (B, C, H, W), uint8 or float32 in [0, 1], and labels int64 (B,), on ``device``.
+
+        ``index`` is int64 (B,), on any device. An empty index gives (0, C, H, W) and (0,). A split without
+        labels gives labels of shape (0,) whatever B is.
+        """
+        ...
+
+
+def order(count: int, address: Address, device: torch.device | str | None = None) -> Tensor:
+    """Return an epoch's permutation of ``range(count)``, int64 (count,), the same on every device."""
+    return noise.permutation(address, count, device)
+
+
+def batches(
+    count: int,
+    batch_size: int,
+    address: Address | None = None,
+    drop_last: bool = False,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the index tensors of an epoch: in the order of ``address``, or unshuffled without one.
+
+    Args:
+        count: number of images.
+        batch_size: images in a batch; the last batch may be smaller.
+        address: the epoch's address.
+        drop_last: leave out a last batch that is smaller.
+        device: where the indices live.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, got {batch_size}")
+    if drop_last and count < batch_size:
+        raise InputError(f"batch_size {batch_size} leaves no full batch of {count} images with drop_last")
+    index = torch.arange(count, device=device) if address is None else order(count, address, device)
+    if drop_last:
+        index = index[: count - count % batch_size]
+    return torch.split(index, batch_size)
+
+
+def held_out(labels: Tensor, count: int, stream: str) -> tuple[Tensor, Tensor]:
+    """Return (kept, held): ascending indices of all images, ``count`` of them held, the same every time.
+
+    Each class gives the same share of its images, give or take one, chosen by a permutation at a fixed
+    address.
+
+    Args:
+        labels: int64 (N,).
+        count: images to hold out, at most N.
+        stream: what they are for; different streams choose independently.
+    """
+    permuted = noise.permutation(Address(0, "data", f"split/{stream}"), len(labels))
+    by_class = permuted[torch.argsort(labels[permuted], stable=True)]
+    evenly = ((2 * torch.arange(count) + 1) * len(labels)) // (2 * count)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    held[by_class[evenly]] = True
+    return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySplit:
+    """Images in memory.
+
+    Args:
+        images: (N, C, H, W), uint8, or float in [0, 1]; batches are indexed on the device where it lives.
+        labels: integers (N,), or None.
+    """
+
+    images: Tensor
+    labels: Tensor | None = None
+    _near: Tensor = field(init=False, repr=False)  # the labels where the images are
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4:
+            raise InputError(f"images must have shape (N, C, H, W), got {tuple(self.images.shape)}")
+        if self.images.dtype != torch.uint8 and not self.images.is_floating_point():
+            raise InputError(f"images must be uint8 or float, got {self.images.dtype}")
+        labels = self.labels
+        if labels is not None:
+            if labels.is_floating_point() or labels.shape != self.images.shape[:1]:
+                raise InputError(f"labels must be {len(self.images)} integers for {len(self.images)} images, "
+                                 f"got shape {tuple(labels.shape)} of {labels.dtype}")  # fmt: skip
+            labels = labels.to("cpu", torch.int64)
+        object.__setattr__(self, "labels", labels)
+        near = torch.zeros(0, dtype=torch.int64) if labels is None else labels
+        object.__setattr__(self, "_near", near.to(self.images.device))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+    def to(self, device: torch.device | str) -> ArraySplit:
+        """Return the split with its images on ``device``, where batches are then indexed."""
+        return ArraySplit(self.images.to(device), self.labels)
+
+    def select(self, index: Tensor) -> ArraySplit:
+        """Return the split of the images at ``index``, in that order."""
+        return ArraySplit(
+            self.images[index.to(self.images.device)],
+            None if self.labels is None else self.labels[index.cpu()],
+        )
+
+    def sized(self, size: int) -> ArraySplit:
+        """Return the split with its images resized to ``size`` by ``size`` (see :func:`resize`)."""
+        return self if self.shape[1:] == (size, size) else replace(self, images=resize(self.images, size))
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See :meth:`Split.batch`; nothing waits for the device when index and images are there already."""
+        index = index.to(self.images.device)
+        labels = self._near if self.labels is None else self._near[index]
+        return self.images[index].to(device), labels.to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSplit:
+    """Image files, decoded on demand by a few threads into RGB.
+
+    The shortest side is resized to ``round(size * margin)`` (antialiased, bilinear) and the centre is cut
+    out. Pixels are taken as stored: an EXIF rotation is not applied.
+
+    Args:
+        files: paths of the images.
+        labels: int64 (N,) on the CPU, or None.
+        size: side of the images delivered.
+        margin: how much larger the shortest side is made before the centre is cut out.
+    """
+
+    files: Sequence[str]
+    labels: Tensor | None
+    size: int
+    margin: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        return 3, self.size, self.size
+
+    def select(self, index: Tensor) -> FolderSplit:
+        """Return the split of the files at ``index``, in that order."""
+        files = [self.files[i] for i in index.tolist()]
+        return replace(self, files=files, labels=None if self.labels is None else self.labels[index.cpu()])
+
+    def sized(self, size: int) -> FolderSplit:
+        """Return the split that delivers images of another size."""
+        return replace(self, size=size)
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See :meth:`Split.batch`; a file that cannot be decoded is named."""
+        index = index.cpu()
+        images = np.empty((len(index), self.size, self.size, 3), np.uint8)
+        shortest = round(self.size * self.margin)
+        files = [self.files[i] for i in index.tolist()]
+        for i, image in enumerate(_pool().map(lambda file: _decode(file, shortest, self.size), files)):
+            images[i] = image
+        labels = torch.zeros(0, dtype=torch.int64) if self.labels is None else self.labels[index]
+        return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().to(device), labels.to(device)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="peerbayes-decode")
+
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not survive a fork, and a child that used the parent's pool would wait for ever.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def open_rgb(file: str) -> Image.Image:
+    """Decode one 8-bit image file into RGB; transparency is dropped."""
+    try:
+        with Image.open(file) as image:
+            image.load()
+    except Exception as error:  # decoders raise many types on broken files
+        reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
+        raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
+    if image.mode.startswith(("I", "F")):
+        raise InputError(f"{file}: expected an image of 8 bits a channel, got mode {image.mode}")
+    # A palette whose transparency is given in bytes has to go through RGBA.
+    return (image.convert("RGBA") if image.mode in ("P", "PA") else image).convert("RGB")
+
+
+def _decode(file: str, shortest: int, size: int) -> NDArray[np.uint8]:
+    image = open_rgb(file)
+    height, width = _scaled(image.height, image.width, shortest)
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _scaled(height: int, width: int, shortest: int) -> tuple[int, int]:
+    side = min(height, width)
+    return (shortest, int(shortest * width / side)) if height == side else (int(shortest * height / side), shortest)
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Resize the shortest side to ``size`` (antialiased, bilinear) and cut out the centre.
+
+    Args:
+        images: (N, C, H, W), uint8 (rounded) or float; the dtype is kept.
+        size: side of the result, (N, C, size, size).
+    """
+    height, width = _scaled(images.shape[2], images.shape[3], size)
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    result = images.new_empty((*images.shape[:2], size, size))
+    for start in range(0, len(images), _CHUNK):
+        part = images[start : start + _CHUNK]
+        part = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
+        part = part[:, :, top : top + size, left : left + size]
+        result[start : start + _CHUNK] = part if images.is_floating_point() else part.round().clamp(0, 255)
+    return result
+
+
+def measure(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation (over all pixels, divisor N) per channel in the [0, 1] scale.
+
+    A constant channel gets the deviation 1/255, so that dividing by it is harmless.
+    """
+    total: Any = 0.0
+    squares: Any = 0.0
+    pixels = 0
+    for index in batches(len(split), _CHUNK):
+        images, _ = split.batch(index, torch.device("cpu"))
+        values = images.double() if images.is_floating_point() else images.double() / 255
+        total = total + values.sum((0, 2, 3))
+        squares = squares + values.square().sum((0, 2, 3))
+        pixels += values.shape[0] * values.shape[2] * values.shape[3]
+    mean = (total / pixels).tolist()
+    power = (squares / pixels).tolist()
+    std = [math.sqrt(max(p - m * m, 0.0)) for p, m in zip(power, mean)]
+    return tuple(mean), tuple(max(s, 1 / 255) for s in std)

@@ -1,0 +1,287 @@
+"""Divergences between distributions: pure functions in log-space, in nats, without clamped probabilities.
+
+Discrete distributions are log-probabilities whose last axis is the classes (``log_softmax`` outputs); the
+value has one element for each leading element. Half precision is computed, and returned, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from peerbayes.errors import InputError, nearest
+
+_KERNEL_FLOOR = 1e-7  # opposite vectors have cosine kernel 0, whose logarithm has no gradient
+_NEAR = 0.5  # below this |log Σ| the log1p form is the accurate one, above it logsumexp is
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    r"""Kullback-Leibler divergence of categorical distributions, ``KL(P‖Q) = Σ_m p_m (log p_m − log q_m)``.
+
+    A class with ``p_m = 0`` (also ``log p_m = −inf``) contributes nothing, to the value and to the gradients.
+
+    Args:
+        log_p: log-probabilities, shape ``(..., classes)``.
+        log_q: log-probabilities, shape ``(..., classes)``; leading axes broadcast.
+
+    Returns:
+        The divergence in nats, shape ``(...)``: summed over classes, not reduced otherwise.
+    """
+    log_p, log_q = _pair(log_p, log_q)
+    return _kl(log_p, log_q)
+
+
+def renyi(log_p: Tensor, log_q: Tensor, alpha: float | Tensor) -> Tensor:
+    r"""Rényi divergence, ``D_α(P‖Q) = log(Σ_m p_m^α q_m^(1−α)) / (α − 1)``; ``KL(P‖Q)`` at α = 1.
+
+    At α = 0 it is ``−log Σ_{p_m>0} q_m``: exactly zero, with zero gradients, where no ``log p_m`` is −inf.
+    With ``r_m ∝ p_m^α q_m^(1−α)`` the gradients are those along normalised distributions,
+
+        ∂D/∂log q_m = q_m − r_m          ∂D/∂log p_m = α/(α−1) (r_m − p_m)
+
+    which are also the gradients with respect to the logits of Q and P. Both stay accurate through α = 1,
+    where the derivative with free entries has a pole that normalisation cancels.
+
+    Args:
+        log_p: log-probabilities, shape ``(..., classes)``.
+        log_q: log-probabilities, shape ``(..., classes)``; leading axes broadcast.
+        alpha: the order, a finite number ≥ 0; or a 0-dim tensor on the same device, whose value is not
+            checked and may change between replays of a captured graph. No gradient flows to it.
+
+    Returns:
+        The divergence in nats, shape ``(...)``.
+    """
+    log_p, log_q = _pair(log_p, log_q)
+    # α and α − 1 are both kept: either loses digits when it is computed from the other in float32.
+    if isinstance(alpha, Tensor):
+        if alpha.dim() != 0 or not alpha.is_floating_point() or alpha.device != log_p.device:
+            raise InputError(
+                f"alpha is a {alpha.dtype} tensor of shape {tuple(alpha.shape)} on {alpha.device}: "
+                f"expected a 0-dim floating-point tensor on {log_p.device}."
+            )
+        order, excess = alpha.detach().to(log_p.dtype), (alpha.detach() - 1).to(log_p.dtype)
+    else:
+        if not (math.isfinite(alpha) and alpha >= 0):
+            raise InputError(f"alpha is {alpha}: expected a finite number that is 0 or more.")
+        order = torch.full((), alpha, dtype=log_p.dtype, device=log_p.device)
+        excess = torch.full((), alpha - 1, dtype=log_p.dtype, device=log_p.device)
+    divergence: Tensor = _Renyi.apply(log_p, log_q, order, excess)
+    return divergence
+
+
+def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
+    r"""Elementwise ``KL(N(μ_q, σ_q²)‖N(μ_p, σ_p²)) = log(σ_p/σ_q) + (σ_q² + (μ_q − μ_p)²)/(2σ_p²) − ½``.
+
+    Args:
+        mean_q: means of the posterior, any shape; all four arguments broadcast.
+        std_q: standard deviations of the posterior, > 0.
+        mean_p: means of the prior.
+        std_p: standard deviations of the prior, > 0.
+
+    Returns:
+        Nats per element, in the broadcast shape; the sum is the divergence of the diagonal Gaussians.
+    """
+    _check_broadcast(mean_q=mean_q, std_q=std_q, mean_p=mean_p, std_p=std_p)
+    if not isinstance(std_p, Tensor) and not std_p > 0:
+        raise InputError(f"std_p is {std_p}: expected a number above 0.")
+    ratio = std_q / std_p
+    return 0.5 * (ratio.square() - 1 + ((mean_q - mean_p) / std_p).square()) - ratio.log()
+
+
+def wasserstein2(mean_1: Tensor, std_1: Tensor, mean_2: Tensor | float, std_2: Tensor | float) -> Tensor:
+    r"""Elementwise squared 2-Wasserstein distance of Gaussians, ``W₂² = (μ_1 − μ_2)² + (σ_1 − σ_2)²``.
+
+    Args:
+        mean_1: means of the first posterior, any shape; all four arguments broadcast.
+        std_1: standard deviations of the first posterior.
+        mean_2: means of the second posterior.
+        std_2: standard deviations of the second posterior.
+
+    Returns:
+        Squared distance per element, in the broadcast shape; the sum is ``W₂²`` of the diagonal Gaussians.
+    """
+    _check_broadcast(mean_1=mean_1, std_1=std_1, mean_2=mean_2, std_2=std_2)
+    return (mean_1 - mean_2).square() + (std_1 - std_2).square()
+
+
+def kernel_log_conditional(
+    features: Tensor, kernel: Literal["cosine", "rbf"] = "cosine", bandwidth: float | None = None
+) -> Tensor:
+    r"""Log of the neighbour distribution ``p_{i|j} = K(f_i, f_j) / Σ_{k≠j} K(f_k, f_j)``, ``i ≠ j``.
+
+    ``"cosine"``: ``K(a, b) = ½(cos(a, b) + 1)``, at least 1e-7; a zero vector has cosine 0 to all others and
+    no gradient. ``"rbf"``: ``K(a, b) = exp(−‖a − b‖²/(2h²))``.
+
+    Args:
+        features: one vector per data point, shape ``(n, d)`` with ``n ≥ 2``.
+        kernel: ``"cosine"`` or ``"rbf"``.
+        bandwidth: ``h`` of ``"rbf"``; ``None`` takes the (lower) median distance, without gradient.
+
+    Returns:
+        ``log p_{i|j}`` in row ``j`` (the anchor) and column ``i``, shape ``(n, n)``; −inf on the diagonal.
+    """
+    if features.dim() != 2 or features.shape[0] < 2 or not features.is_floating_point():
+        raise InputError(
+            f"features is a {features.dtype} tensor of shape {tuple(features.shape)}: "
+            "expected floating-point features of shape (n, d) with n of 2 or more."
+        )
+    # The divergences of interest are about 1e-3: a Gram matrix in bfloat16 would drown them.
+    with torch.autocast(features.device.type, enabled=False):
+        features = _at_least_float32(features)
+        if kernel == "cosine":
+            log_kernel = _log_cosine_kernel(features)
+        elif kernel == "rbf":
+            log_kernel = _log_rbf_kernel(features, bandwidth)
+        else:
+            raise InputError(f"kernel is '{kernel}'{nearest(kernel, ('cosine', 'rbf'))}")
+        diagonal = torch.eye(features.shape[0], dtype=torch.bool, device=features.device)
+        return log_kernel.masked_fill(diagonal, -math.inf).log_softmax(dim=1)
+
+
+def kernel_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    r"""Divergence of neighbour distributions, ``(1/n) Σ_j Σ_{i≠j} p_{i|j} (log p_{i|j} − log q_{i|j})``.
+
+    Args:
+        log_p: ``kernel_log_conditional`` of the first features, shape ``(n, n)``.
+        log_q: ``kernel_log_conditional`` of the second features, shape ``(n, n)``.
+
+    Returns:
+        A scalar in nats: the sum over neighbours, the mean over anchors.
+    """
+    if log_p.dim() != 2 or log_p.shape[0] != log_p.shape[1] or log_p.shape != log_q.shape:
+        raise InputError(
+            f"log_p has shape {tuple(log_p.shape)} and log_q has shape {tuple(log_q.shape)}: expected (n, n) for both."
+        )
+    return kl(log_p, log_q).mean()
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    p = log_p.exp()
+    return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)
+
+
+def _tilt(log_p: Tensor, log_q: Tensor, order: Tensor, excess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``tilt``, ``log_joint = log(p^α q^(1−α)) = base + tilt`` and ``log Σ exp(log_joint)``.
+
+    The base is the nearer end of the path from Q (α = 0) to P (α = 1), so ``tilt`` is small where α is near 0
+    or 1 and ``log1p(Σ exp(base) expm1(tilt))`` keeps the digits that ``logsumexp`` would cancel.
+    """
+    near_q = order < 0.5
+    base = torch.where(near_q, log_q, log_p)
+    slope = torch.where(near_q, order, excess)
+    tilt = torch.where(slope == 0, 0.0, slope * (log_p - log_q))
+    absent = (log_p == -math.inf) | ((log_q == -math.inf) & (excess < 0))
+    tilt = tilt.masked_fill(absent, -math.inf)
+    log_joint = base + tilt
+    log_sum = log_joint.logsumexp(-1, keepdim=True)
+    # exp(base) expm1(tilt), written as a difference where expm1 alone could overflow.
+    small = tilt.abs() <= 1
+    weight = base.exp()
+    change = torch.where(small, weight * torch.where(small, tilt, 0.0).expm1(), log_joint.exp() - weight)
+    near = log_sum.abs() <= _NEAR
+    accurate = torch.where(near, change.sum(-1, keepdim=True), 0.0).log1p()
+    return tilt, log_joint, torch.where(near, accurate, log_sum)
+
+
+class _Renyi(torch.autograd.Function):
+    """Rényi divergence with closed-form gradients: those of the forward's selections would be NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(log_p: Tensor, log_q: Tensor, order: Tensor, excess: Tensor) -> Tensor:
+        log_sum = _tilt(log_p, log_q, order, excess)[2].squeeze(-1)
+        is_one = excess == 0
+        return torch.where(is_one, _kl(log_p, log_q), log_sum / torch.where(is_one, 1.0, excess))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        log_p, log_q, order, excess = ctx.saved_tensors
+        tilt, log_joint, log_sum = _tilt(log_p, log_q, order, excess)
+        # softmax is exact for huge logarithms; near 0 the accurate sum makes r equal to q where P equals Q.
+        near = log_sum.abs() <= _NEAR
+        r = torch.where(near, (log_joint - log_sum).exp(), log_joint.softmax(-1))
+        grad = grad.unsqueeze(-1)
+        grad_p = grad * _gradient_p(log_p, log_q, order, excess, r, tilt - log_sum) if ctx.needs_input_grad[0] else None
+        grad_q = grad * (log_q.exp() - r) if ctx.needs_input_grad[1] else None
+        return grad_p, grad_q, None, None
+
+
+def _gradient_p(log_p: Tensor, log_q: Tensor, order: Tensor, excess: Tensor, r: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return ``α/(α−1) (r − p)``, whose limit at α = 1 is ``p (log p − log q − KL)``."""
+    p = log_p.exp()
+    # From α = ½ on log_ratio is log(r/p), and expm1 keeps the digits that r − p loses near α = 1.
+    small = (log_ratio.abs() <= 1) & (order >= 0.5)
+    change = torch.where(small, p * torch.where(small, log_ratio, 0.0).expm1(), r - p)
+    is_one = excess == 0
+    at_one = p * torch.where(p > 0, log_p - log_q - _kl(log_p, log_q).unsqueeze(-1), 0.0)
+    return torch.where(is_one, at_one, change * order / torch.where(is_one, 1.0, excess))
+
+
+def _log_cosine_kernel(features: Tensor) -> Tensor:
+    # The direction does not depend on this scale (nor does its gradient); it keeps the squares in range.
+    largest = features.detach().abs().amax(1, keepdim=True)
+    scaled = features / torch.where(largest > 0, largest, 1.0)
+    square = scaled.square().sum(1, keepdim=True)
+    direction = torch.where(square > 0, scaled * torch.where(square > 0, square, 1.0).rsqrt(), 0.0)
+    return (0.5 * (direction @ direction.T + 1)).clamp_min(_KERNEL_FLOOR).log()
+
+
+def _log_rbf_kernel(features: Tensor, bandwidth: float | None) -> Tensor:
+    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+        raise InputError(f"bandwidth is {bandwidth}: expected a finite number above 0, or None for the median.")
+    # Distances do not depend on the centre; near it the Gram form cancels least.
+    centred = features - features.detach().mean(0)
+    gram = centred @ centred.T
+    square = gram.diagonal()
+    distance = (square[:, None] + square[None, :] - 2 * gram).clamp_min(0)
+    scale = _median_square(distance.detach()) if bandwidth is None else bandwidth**2
+    return distance / (-2 * scale)
+
+
+def _median_square(distance: Tensor) -> Tensor:
+    n = distance.shape[0]
+    # Dropping the last entry and folding into rows of n + 1 puts the diagonal into the first column.
+    pairs = distance.flatten()[:-1].view(n - 1, n + 1)[:, 1:]
+    median, mean = pairs.flatten().median(), pairs.mean()
+    # Most points may coincide (median 0), or all (mean 0, where any bandwidth gives equal neighbours).
+    fallback = torch.where(mean > 0, mean, 1.0)
+    return torch.where(median > 0, median, fallback)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _pair(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Check two sets of log-probabilities and bring them to one shape and one precision."""
+    if not (log_p.is_floating_point() and log_q.is_floating_point()):
+        raise InputError(
+            f"log_p has type {log_p.dtype} and log_q has type {log_q.dtype}: expected floating-point log-probabilities."
+        )
+    if log_p.dim() == 0 or log_q.dim() == 0 or log_p.shape[-1] != log_q.shape[-1]:
+        raise InputError(
+            f"log_p has shape {tuple(log_p.shape)} and log_q has shape {tuple(log_q.shape)}: "
+            "expected (..., classes) with the same number of classes."
+        )
+    _check_broadcast(log_p=log_p, log_q=log_q)
+    dtype = torch.promote_types(_at_least_float32(log_p).dtype, _at_least_float32(log_q).dtype)
+    log_p, log_q = torch.broadcast_tensors(log_p.to(dtype), log_q.to(dtype))  # type: ignore[no-untyped-call]
+    return log_p, log_q
+
+
+def _check_broadcast(**tensors: Tensor | float) -> None:
+    shapes = {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, Tensor)}
+    axes = max(len(shape) for shape in shapes.values())
+    for axis in range(1, axes + 1):
+        sizes = {shape[-axis] for shape in shapes.values() if len(shape) >= axis}
+        if len(sizes - {1}) > 1:
+            listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise InputError(f"The shapes do not broadcast: {listed}.")

@@ -1,0 +1,48 @@
+"""Pure functions of predictions and labels, and of the results of several seeds."""
+
+from peerbayes.evaluation.calibration import (
+    Reliability,
+    adaptive_ece,
+    ece,
+    fit_temperature,
+    reliability,
+    temper,
+)
+from peerbayes.evaluation.diversity import disagreement_rate, pairwise_diversity
+from peerbayes.evaluation.metrics import (
+    accuracy,
+    brier,
+    nll,
+    nll_from_log,
+    soft_cross_entropy,
+    soft_cross_entropy_from_log,
+)
+from peerbayes.evaluation.ood import aupr, auroc, fpr_at_tpr
+from peerbayes.evaluation.selective import aurc, retention_curve
+from peerbayes.evaluation.spread import PairedDifference, Summary, paired_difference, summarise
+
+__all__ = [
+    "PairedDifference",
+    "Reliability",
+    "Summary",
+    "accuracy",
+    "adaptive_ece",
+    "aupr",
+    "aurc",
+    "auroc",
+    "brier",
+    "disagreement_rate",
+    "ece",
+    "fit_temperature",
+    "fpr_at_tpr",
+    "nll",
+    "nll_from_log",
+    "paired_difference",
+    "pairwise_diversity",
+    "reliability",
+    "retention_curve",
+    "soft_cross_entropy",
+    "soft_cross_entropy_from_log",
+    "summarise",
+    "temper",
+]

@@ -1,0 +1,48 @@
+"""Checkpoints: whole or absent, the newest two kept, a damaged newest one falls back to the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from peerbayes.errors import InputError
+from peerbayes.posteriors import storage
+
+KEEP = 2
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*.safetensors"))
+
+
+def write(folder: Path, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of a step, durably, then drop all but the newest two."""
+    path = folder / f"checkpoint-{step:09d}.safetensors"
+    storage.write(path, tensors, {**about, "step": step})
+    for old in _files(folder)[:-KEEP]:
+        old.unlink()
+    storage.sync_folder(folder)
+    return path
+
+
+def read_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+    """Return tensors, description and complaints about damaged files; None where there is no checkpoint.
+
+    Raises:
+        InputError: there are checkpoints, and none can be read.
+    """
+    files = _files(folder)
+    complaints: list[str] = []
+    for path in reversed(files):
+        try:
+            tensors, about = storage.read(path)
+        except InputError as error:
+            complaints.append(str(error))
+            continue
+        return tensors, about, complaints
+    if files:
+        raise InputError(f"no checkpoint can be read: {'; '.join(complaints)}")
+    return None

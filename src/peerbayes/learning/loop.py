@@ -1,0 +1,408 @@
+"""The one training loop: a cohort of any size, stage by stage, step by step.
+
+Everything random is a function of (seed, owner, step), so the state of a run is its weights, the optimisers' moments and
+the step number. A resumed run continues exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes import evaluation, terms
+from peerbayes.data import Dataset, Split, augment, order, to_unit
+from peerbayes.errors import InputError
+from peerbayes.learning import recipe as settings
+from peerbayes.learning.progress import Reporter
+from peerbayes.learning.stages import SHARED, StageState, learning_rate, set_global_seed
+from peerbayes.noise import Address
+from peerbayes.posteriors import Posterior
+
+VALIDATION_DRAWS = 4
+INERT_SHARE = 1e-4
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the last good checkpoint is kept."""
+
+
+@dataclass
+class Position:
+    """Where a run stands, with what an epoch has gathered so far."""
+
+    stage: int = 0
+    stage_step: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
+    inert: dict[str, int] = field(default_factory=dict)
+
+
+class Learner:
+    """Trains a cohort by a recipe.
+
+    Args:
+        recipe: stages, terms, batch size; its ``peers`` are not looked at.
+        peers: posteriors by name, on one device; they are changed in place.
+        data: the data set.
+        seed: the run's seed.
+        reporter: is told what happens.
+        save: called with (tensors, description) at checkpoints; None for no checkpoints.
+        log: called with each epoch's line.
+        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
+    """
+
+    def __init__(
+        self,
+        recipe: settings.Recipe,
+        peers: Mapping[str, Posterior],
+        data: Dataset,
+        seed: int,
+        *,
+        reporter: Reporter | None = None,
+        save: Callable[[dict[str, Tensor], dict[str, Any]], None] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
+        checkpoint_every: int | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.peers = dict(peers)
+        self.data = data
+        self.seed = seed
+        self.reporter = reporter or Reporter()
+        self.device = next(iter(self.peers.values())).device
+        self.batch_size = min(recipe.data.batch_size, len(data.train))
+        self.steps_per_epoch = len(data.train) // self.batch_size
+        self.position = Position()
+        self._save = save
+        self._log = log
+        self._checkpoint_every = checkpoint_every
+        self._saved_at = time.monotonic()
+        self._sums: dict[str, Tensor] = {}
+        self._order: tuple[int, Tensor] | None = None
+        self._layers = [self._stage_layers(stage) for stage in recipe.stages]
+        self._probe()
+        self._state = self._begin_stage(0)
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the end of the last stage, from wherever the position is."""
+        try:
+            for number in range(self.position.stage, len(self.recipe.stages)):
+                if number != self.position.stage:
+                    self.position.stage, self.position.stage_step = number, 0
+                    self.position.shares, self.position.inert = {}, {}
+                    self._state = self._begin_stage(number)
+                self._run_stage(number)
+        finally:
+            self.reporter.close()
+
+    def _run_stage(self, number: int) -> None:
+        stage = self.recipe.stages[number]
+        position, total = self.position, stage.epochs * self.steps_per_epoch
+        self.reporter.stage(
+            number + 1, len(self.recipe.stages), stage.epochs, position.stage_step // self.steps_per_epoch
+        )
+        started = time.monotonic() - position.seconds
+        while position.stage_step < total:
+            self._state.set_learning_rate(learning_rate(stage, position.stage_step, self.steps_per_epoch))
+            self._step()
+            position.step += 1
+            position.stage_step += 1
+            position.seconds = time.monotonic() - started
+            ended = position.stage_step % self.steps_per_epoch == 0
+            if ended:
+                self._end_epoch()
+            if self._checkpoint_due(ended, position.stage_step == total):
+                self.checkpoint()
+
+    def _begin_stage(self, number: int) -> StageState:
+        address = Address(self.seed, "helpers", "initial", number)
+        shapes = {name: self._shapes(name, self._layers[number]) for name in self.peers}
+        return StageState(self.recipe.stages[number], self.peers, shapes, address)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        batch = self._forward()
+        measure = self.recipe.gradient_share_every and self.position.step % self.recipe.gradient_share_every == 0
+        if self.recipe.update == "simultaneous":
+            values = {name: self._values(batch, name) for name in self.peers}
+            if measure:
+                self._measure_shares(values)
+            total = sum(
+                (v for by_term in values.values() for v in by_term.values()), torch.zeros((), device=self.device)
+            )
+            total.backward()
+            self._state.average_shared_gradients(len(self.peers))
+            self._check(values)
+            self._state.update([*self.peers, SHARED])
+        else:
+            values = self._sequential_update(batch, bool(measure))
+        self._gather(batch, values)
+
+    def _sequential_update(self, batch: terms.Batch, measure: bool) -> dict[str, dict[str, Tensor]]:
+        values: dict[str, dict[str, Tensor]] = {}
+        outputs = dict(batch.outputs)
+        batch.outputs = outputs
+        for name in self.peers:
+            values[name] = self._values(batch, name)
+            if measure:
+                self._measure_shares({name: values[name]})
+            sum(values[name].values(), torch.zeros((), device=self.device)).backward()
+            self._check({name: values[name]})
+            self._state.update([name])
+            with torch.no_grad(), _kept_buffers(self.peers[name]):
+                outputs[name] = self._output(name, self._images)
+        self._state.average_shared_gradients(len(self.peers))
+        self._state.update([SHARED])
+        return values
+
+    def _forward(self) -> terms.Batch:
+        position = self.position
+        epoch, number = divmod(position.step, self.steps_per_epoch)
+        index = self._epoch_order(epoch)[number * self.batch_size : (number + 1) * self.batch_size]
+        images, labels = self.data.train.batch(index, self.device)
+        address = Address(self.seed, "data", "augment", position.step)
+        self._images = to_unit(augment(images, self.recipe.data.augment, address))
+        outputs = {name: self._output(name, self._images) for name in self.peers}
+        return terms.Batch(
+            labels=labels,
+            outputs=outputs,
+            modules=self._state.modules,
+            train_size=len(self.data.train),
+            batch_size=self.batch_size,
+            epoch=position.stage_step / self.steps_per_epoch,
+        )
+
+    def _output(self, name: str, images: Tensor) -> terms.Output:
+        posterior = self.peers[name]
+        posterior.train()
+        address = Address(self.seed, name, "step", self.position.step)
+        set_global_seed(address.sub("network"))  # dropout and the like
+        weights = posterior.draw(address)
+        logits, features = posterior.forward_features(images, weights, self._layers[self.position.stage])
+        return terms.Output(posterior, weights, logits.float(), features)
+
+    def _values(self, batch: terms.Batch, peer: str) -> dict[str, Tensor]:
+        return {term.name: term.value(batch, peer, options) for term, options in self._state.terms}
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, order(len(self.data.train), Address(self.seed, "data", "order", epoch))
+        return self._order[1]
+
+    # ---- what the terms say of themselves -----------------------------------------------------------------------
+
+    def _measure_shares(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for peer, by_term in values.items():
+            parameters = [p for p in self.peers[peer].parameters() if p.requires_grad and p.numel()]
+            norms: dict[str, float] = {}
+            for term, value in by_term.items():
+                found = (
+                    torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+                    if value.requires_grad
+                    else [None]
+                )
+                norms[term] = sum(float(g.square().sum()) for g in found if g is not None) ** 0.5
+            whole = sum(norms.values()) or 1.0
+            self.position.shares[peer] = {term: norm / whole for term, norm in norms.items()}
+            self._name_inert_terms(peer, by_term)
+
+    def _name_inert_terms(self, peer: str, by_term: Mapping[str, Tensor]) -> None:
+        stage = self.recipe.stages[self.position.stage]
+        for term, share in self.position.shares[peer].items():
+            key = f"{peer}/{term}"
+            seen = self.position.inert.get(key, 0)
+            if share >= INERT_SHARE or stage.terms[term].get("weight") == 0:
+                self.position.inert[key] = 0
+                continue
+            self.position.inert[key] = seen + 1
+            # No gradient at all is said at once; a small share only when it stays small.
+            if seen + 1 == (1 if share == 0 else 2):
+                self.reporter.warn(
+                    f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "
+                    f"{share:.0e} and its value {float(by_term[term]):.3g}; change its scale or weight, or drop it"
+                )
+                self.position.inert[key] = 10**9
+
+    def _check(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+        # On a GPU a look every step would stall it; the checkpoint looks again.
+        if self.device.type != "cpu" and self.position.step % 50:
+            return
+        for peer, by_term in values.items():
+            for term, value in by_term.items():
+                if not bool(value.isfinite()):
+                    self._fail(term, peer, float(value))
+
+    def _fail(self, term: str, peer: str, value: float) -> None:
+        where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
+        raise TrainingError(
+            f"term '{term}' of peer '{peer}' became {value} at {where}; the last good checkpoint is kept: "
+            "lower the learning rate or the term's weight"
+        )
+
+    def _gather(self, batch: terms.Batch, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+        found = {f"{peer}|terms|{term}": v.detach() for peer, by in values.items() for term, v in by.items()}
+        found |= {f"{peer}|notes|{name}": value for (peer, name), value in batch.notes.items()}
+        for peer, output in batch.outputs.items():
+            hits = (output.logits.detach().argmax(-1) == batch.labels).float().mean()
+            found[f"{peer}|train|accuracy"] = hits
+        for key, value in found.items():
+            self._sums[key] = self._sums[key] + value.double() if key in self._sums else value.double()
+
+    # ---- the end of an epoch ------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        self._pull_sums()
+        position = self.position
+        peers: dict[str, dict[str, Any]] = {}
+        for key, value in position.sums.items():
+            peer, kind, name = key.split("|", 2)
+            peers.setdefault(peer, {"terms": {}, "notes": {}, "train": {}})[kind][name] = value / self.steps_per_epoch
+        for name, line in peers.items():
+            line["loss"] = sum(line["terms"].values())
+            line["train_accuracy"] = line.pop("train")["accuracy"]
+            if name in position.shares:
+                line["gradient_share"] = position.shares[name]
+            line |= self._validate(name)
+        position.sums = {}
+        line = {
+            "stage": position.stage + 1,
+            "epoch": position.stage_step // self.steps_per_epoch,
+            "step": position.step,
+            "seconds": round(position.seconds, 3),
+            "lr": learning_rate(self._state.settings, position.stage_step - 1, self.steps_per_epoch),
+            "peers": peers,
+        }
+        if self._log is not None:
+            self._log(line)
+        self.reporter.epoch(line)
+
+    def _validate(self, peer: str) -> dict[str, float]:
+        split = self.data.validation
+        if split is None:
+            return {}
+        log_p, labels = predict_split(self.peers[peer], split, VALIDATION_DRAWS, seed=self.seed, name=peer)[:2]
+        return {
+            "valid_accuracy": evaluation.accuracy(log_p.exp(), labels),
+            "valid_nll": evaluation.nll_from_log(log_p, labels),
+        }
+
+    def _pull_sums(self) -> None:
+        # One transfer: the sums of a step stay on the device until somebody has to see them.
+        for key, value in self._sums.items():
+            self.position.sums[key] = self.position.sums.get(key, 0.0) + float(value)
+        self._sums = {}
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _checkpoint_due(self, epoch_ended: bool, stage_ended: bool) -> bool:
+        if self._save is None:
+            return False
+        if self._checkpoint_every is not None:
+            return stage_ended or self.position.step % self._checkpoint_every == 0
+        return stage_ended or (epoch_ended and time.monotonic() - self._saved_at > 10)
+
+    def checkpoint(self) -> None:
+        """Hand everything that a resumed run needs to ``save``."""
+        self._pull_sums()
+        tensors = {f"peer/{name}/{n}": t for name, p in self.peers.items() for n, t in p.state().items()}
+        tensors |= self._state.state()
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise TrainingError(
+                    f"'{name}' is not finite at step {self.position.step}; the last good checkpoint is kept"
+                )
+        if self._save is not None:
+            self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
+        self._saved_at = time.monotonic()
+
+    def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Go to where a checkpoint was written."""
+        if about.get("seed") != self.seed:
+            raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
+        for name, posterior in self.peers.items():
+            prefix = f"peer/{name}/"
+            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            posterior.load_state(own, f"checkpoint, peer '{name}'")
+        self.position = Position(**about["position"])
+        self._state = self._begin_stage(self.position.stage)
+        self._state.load_state(tensors)
+        self._sums = {}
+
+    # ---- looking before the first step --------------------------------------------------------------------------
+
+    @staticmethod
+    def _stage_layers(stage: settings.Stage) -> list[str]:
+        found = [layer for options in stage.terms.values() for layer in options.get("layers", [])]
+        return list(dict.fromkeys(found))
+
+    def _probe(self) -> None:
+        # One batch through every term before anything is trained or written: shapes, classes, layers, options.
+        batch, labels = self.data.train.batch(torch.arange(min(4, len(self.data.train))), self.device)
+        self._example = batch
+        for number, stage in enumerate(self.recipe.stages):
+            state = self._begin_stage(number)
+            outputs = {}
+            for name, posterior in self.peers.items():
+                with torch.no_grad(), _kept_buffers(posterior):
+                    posterior.eval()
+                    weights = posterior.draw(Address(self.seed, name, "step", 0))
+                    logits, features = posterior.forward_features(batch, weights, self._layers[number])
+                if logits.dim() != 2 or logits.shape[1] != self.data.classes:
+                    raise InputError(
+                        f"the network of peer '{name}' returns shape {tuple(logits.shape)} for {len(batch)} images, expected "
+                        f"({len(batch)}, {self.data.classes}): {self.data.name} has {self.data.classes} classes"
+                    )
+                outputs[name] = terms.Output(posterior, weights, logits, features)
+            found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.batch_size, 0.0)
+            for term, options in state.terms:
+                for name in self.peers:
+                    with torch.no_grad():
+                        term.value(found, name, options)
+            del stage
+
+    def _shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
+        if not layers:
+            return terms.Shapes({}, self.data.classes)
+        posterior = self.peers[peer]
+        with torch.no_grad(), _kept_buffers(posterior):
+            posterior.eval()
+            _, features = posterior.forward_features(self._example, posterior.centre(), layers)
+        return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
+
+
+@contextmanager
+def _kept_buffers(posterior: Posterior) -> Iterator[None]:
+    """Put the network's buffers (batch-norm statistics) back after the block."""
+    kept = [(buffer, buffer.clone()) for buffer in posterior.network.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+
+def predict_split(
+    posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Predict a whole split in chunks that fit in memory.
+
+    Returns:
+        log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    for index in torch.arange(len(split)).split(8192):
+        images, labels = split.batch(index, posterior.device)
+        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
+        parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
+    log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
+    return log_p, labels, disagreement, spent

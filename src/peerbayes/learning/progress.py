@@ -1,0 +1,103 @@
+"""What a learner tells the person who waits: nothing, warnings, or a live line a stage."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeft
+
+
+class PeerbayesWarning(UserWarning):
+    """Something the run goes on with, but a person should know."""
+
+
+class Reporter:
+    """Says nothing but warnings; the base of the others."""
+
+    def headline(self, text: str) -> None:
+        """A run begins."""
+
+    def stage(self, number: int, count: int, epochs: int, done: int) -> None:
+        """A stage begins, or goes on after ``done`` epochs."""
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """An epoch has ended; ``line`` is what went to metrics.jsonl."""
+
+    def warn(self, text: str) -> None:
+        """Something is odd."""
+        warnings.warn(text, PeerbayesWarning, stacklevel=3)
+
+    def close(self) -> None:
+        """The run has ended or failed."""
+
+
+class ConsoleReporter(Reporter):
+    """A progress bar with loss by term, validation figures and time left; plain lines without a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stderr, highlight=False)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._every = 1
+
+    def headline(self, text: str) -> None:
+        """Print what is being trained."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def stage(self, number: int, count: int, epochs: int, done: int) -> None:
+        """Start a new bar."""
+        self.close()
+        title = f"stage {number}/{count}"
+        self._every = max(1, epochs // 10)
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                TimeLeft(),
+                console=self.console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(title, total=epochs, completed=done, figures="")
+        else:
+            self._title = f"{title}  epochs {epochs}"
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """Advance the bar, or print every tenth part of a stage."""
+        figures = _figures(line)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=line["epoch"], figures=figures)
+        elif line["epoch"] % self._every == 0:
+            text = f"{self._title}  {line['epoch']:>3}  {figures}  {line['seconds']:.0f} s"
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line that begins with an exclamation mark."""
+        self.console.print(f"! {text}", style="yellow", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Stop the bar."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    peers = list(line["peers"].values())
+    names = {term: None for peer in peers for term in peer["terms"]}
+
+    def mean(values: list[float]) -> str:
+        return f"{sum(values) / len(values):.3g}"
+
+    summands = " + ".join(f"{n} {mean([p['terms'][n] for p in peers if n in p['terms']])}" for n in names)
+    text = f"loss {mean([p['loss'] for p in peers])} = {summands}"
+    if all("valid_accuracy" in peer for peer in peers):
+        text += f"   valid {mean([p['valid_accuracy'] for p in peers])}"
+    return text

@@ -1,0 +1,239 @@
+"""Recipes: data + peers + stages + evaluation, in one TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from peerbayes import terms
+from peerbayes.data import AUGMENTATIONS
+from peerbayes.errors import InputError, nearest
+from peerbayes.schema import Strict
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Data(Strict):
+    """Which data, and how it is fed.
+
+    Attributes:
+        name: a data set, an ``.npz`` file or an image folder.
+        classes: refuse data with another number of classes.
+        validation: images (or fraction) of the training split kept for validation.
+        size: image size for folders.
+    """
+
+    name: str = "digits"
+    classes: PositiveInt | None = None
+    batch_size: PositiveInt = 128
+    augment: list[str] = []
+    validation: int | float = 0
+    size: PositiveInt | None = None
+
+    @field_validator("augment")
+    @classmethod
+    def _known_augmentations(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in AUGMENTATIONS:
+                raise ValueError(f"there is no augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
+        return names
+
+
+class Point(Strict):
+    """One set of weights."""
+
+    kind: Literal["point"]
+
+
+class MeanField(Strict):
+    """A Gaussian for every weight; see `peerbayes.MeanField`."""
+
+    kind: Literal["mean_field"]
+    rho: float = -3.0
+    prior_std: PositiveFloat = 1.0
+    prior: Literal["normal", "anchored"] = "normal"
+    noise: Literal["gaussian", "radial"] = "gaussian"
+
+
+class Peer(Strict):
+    """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a safetensors file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    network: str
+    posterior: Annotated[Point | MeanField, Field(discriminator="kind")]
+    start_from: str | None = None
+
+
+class Optimizer(Strict):
+    """An optimiser of torch.optim."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adam"
+    lr: PositiveFloat = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Stage(Strict):
+    """Epochs with an optimiser, a learning-rate schedule and terms. Optimiser and learning rate start anew.
+
+    Attributes:
+        lr_milestones: epochs of this stage after which the learning rate is multiplied by ``lr_factor``.
+        lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
+        warmup: epochs of linear warm-up.
+        terms: options by term name; the loss is their sum.
+    """
+
+    epochs: PositiveInt
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: Literal["milestones", "cosine"] = "milestones"
+    lr_milestones: list[PositiveInt] = []
+    lr_factor: PositiveFloat = 0.1
+    warmup: Annotated[float, Field(ge=0)] = 0.0
+    terms: dict[str, dict[str, Any]]
+
+    @field_validator("terms")
+    @classmethod
+    def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if not given:
+            raise ValueError("a stage needs at least one term")
+        try:
+            return {name: terms.find(name).schema.parse(given[name], name).model_dump() for name in given}
+        except InputError as error:
+            # The sentence already names the term and the key.
+            raise PydanticCustomError("unknown_key", "{text}", {"text": f"- {error}"}) from None
+
+
+class Evaluation(Strict):
+    """How the peers are judged.
+
+    Attributes:
+        draws: draws averaged by stochastic posteriors.
+        out_of_distribution: data sets whose images the peers should be unsure of.
+        retention: fractions of images kept by lowest disagreement.
+    """
+
+    draws: PositiveInt = 50
+    ece_bins: PositiveInt = 15
+    out_of_distribution: list[str] = []
+    retention: list[Annotated[float, Field(gt=0, le=1)]] = [0.2, 0.4, 0.6, 0.8]
+
+
+class Recipe(Strict):
+    """A whole experiment.
+
+    Attributes:
+        name: the recipe's own name; filled in when it is loaded.
+        method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
+        update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
+            before it after their update.
+        gradient_share_every: steps between two measurements of each term's share of the gradient; 0 for never.
+    """
+
+    name: str = ""
+    title: str
+    reproduces: str = ""
+    method: str = "custom"
+    data: Data = Data()
+    peers: Annotated[list[Peer], Field(min_length=1)]
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    update: Literal["simultaneous", "sequential"] = "simultaneous"
+    gradient_share_every: Annotated[int, Field(ge=0)] = 100
+    evaluation: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _distinct_peers(self) -> Recipe:
+        names = [peer.name for peer in self.peers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"peers must have different names ({', '.join(names)})")
+        return self
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all stages."""
+        return sum(stage.epochs for stage in self.stages)
+
+    def to_toml(self) -> str:
+        """Return the complete recipe as TOML, defaults filled in."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def packaged() -> dict[str, Path]:
+    """Return the recipes that come with the library, by name (``mutual/digits-ours``)."""
+    root = Path(str(resources.files("peerbayes"))) / "recipes"
+    return {str(path.relative_to(root).with_suffix("").as_posix()): path for path in sorted(root.rglob("*.toml"))}
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or file, apply overrides such as ``stages.0.epochs=5``, and validate it."""
+    path, origin, name = _find(recipe)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{origin}: not valid TOML ({error})") from None
+    for override in overrides:
+        _apply(table, override, origin)
+    table.setdefault("name", name)
+    return Recipe.parse(table, origin)
+
+
+def _find(recipe: str | Path) -> tuple[Path, str, str]:
+    known = packaged()
+    if str(recipe) in known:
+        return known[str(recipe)], f"recipe {recipe}", str(recipe)
+    path = Path(recipe)
+    if path.is_file():
+        return path, str(path), path.stem
+    if path.suffix == ".toml":
+        raise InputError(f"{path}: no such recipe file")
+    near = nearest(str(recipe), known)
+    hint = near if near.startswith("; did") else "; 'peerbayes recipes' lists them"
+    raise InputError(f"there is no recipe '{recipe}'{hint}")
+
+
+def _apply(table: dict[str, Any], override: str, origin: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    parts = path.split(".")
+    parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
+    _put(table, parts, value, f"{origin}: --set {override}")
+
+
+def _put(node: Any, parts: list[str], value: Any, origin: str) -> None:
+    head, rest = parts[0], parts[1:]
+    if isinstance(node, list):
+        indices = range(len(node)) if head == "*" else [_index(node, head, origin)]
+        for index in indices:
+            if rest:
+                _put(node[index], rest, value, origin)
+            else:
+                node[index] = value
+    elif isinstance(node, dict):
+        if rest:
+            _put(node.setdefault(head, {}), rest, value, origin)
+        else:
+            node[head] = value
+    else:
+        raise InputError(f"{origin}: '{head}' is below a plain value")
+
+
+def _index(node: list[Any], head: str, origin: str) -> int:
+    if head.isdigit() and int(head) < len(node):
+        return int(head)
+    by_name = [i for i, item in enumerate(node) if isinstance(item, dict) and item.get("name") == head]
+    if by_name:
+        return by_name[0]
+    raise InputError(f"{origin}: there is no item '{head}' (0 to {len(node) - 1}, or *)")

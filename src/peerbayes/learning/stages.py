@@ -1,0 +1,175 @@
+"""A stage in progress: optimisers, learning rate, terms and their trainable helpers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peerbayes import terms
+from peerbayes.learning import recipe as settings
+from peerbayes.noise import Address
+from peerbayes.posteriors import Posterior
+
+SHARED = "*"  # owner of helpers that serve all peers
+
+
+def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> float:
+    """Return the learning rate of a step of a stage; a function of the step alone, so nothing has to be resumed."""
+    base, epoch = stage.optimizer.lr, step / steps_per_epoch
+    if stage.warmup and epoch < stage.warmup:
+        return base * max(0.01, epoch / stage.warmup)
+    if stage.lr_schedule == "cosine":
+        done = (epoch - stage.warmup) / max(stage.epochs - stage.warmup, 1e-9)
+        return base * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    passed = sum(milestone <= step // steps_per_epoch for milestone in stage.lr_milestones)
+    return base * stage.lr_factor**passed
+
+
+def make_optimizer(options: settings.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build an optimiser of torch.optim."""
+    parameters = list(parameters)
+    if options.name == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=options.lr,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            weight_decay=options.weight_decay,
+        )
+    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=options.lr, weight_decay=options.weight_decay)
+
+
+class StageState:
+    """What a stage adds to the peers: helpers of its terms, and an optimiser an owner.
+
+    Args:
+        stage: the settings.
+        peers: posteriors by name.
+        shapes: shapes of the captured features and number of classes, by peer.
+        address: where the helpers' initial values live.
+    """
+
+    def __init__(
+        self,
+        stage: settings.Stage,
+        peers: Mapping[str, Posterior],
+        shapes: Mapping[str, terms.Shapes],
+        address: Address,
+    ) -> None:
+        self.settings = stage
+        self.terms = [(terms.find(name), options) for name, options in stage.terms.items()]
+        self.modules: dict[tuple[str, str], nn.Module] = {}
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {
+            name: {n: p for n, p in posterior.named_parameters() if p.requires_grad and p.numel()}
+            for name, posterior in peers.items()
+        }
+        for term, options in self.terms:
+            self._build(term, options, peers, shapes, address)
+        self.optimizers = {
+            owner: make_optimizer(stage.optimizer, parameters.values())
+            for owner, parameters in self.parameters.items()
+            if parameters
+        }
+
+    def _build(
+        self,
+        term: terms.Term,
+        options: Mapping[str, Any],
+        peers: Mapping[str, Posterior],
+        shapes: Mapping[str, terms.Shapes],
+        address: Address,
+    ) -> None:
+        if term.build is None:
+            return
+        shared: nn.Module | None = None
+        module: nn.Module | None = None
+        for name, posterior in peers.items():
+            if shared is None:
+                with seeded(address.sub(f"{term.name}/{name}")):
+                    module = term.build(shapes[name], options)
+                if module is None:
+                    continue
+                module.to(posterior.device)
+                shared = module if getattr(module, "shared", False) else None
+                owner = SHARED if shared is not None else name
+                own = {f"{term.name}.{n}": p for n, p in module.named_parameters() if p.requires_grad}
+                self.parameters.setdefault(owner, {}).update(own)
+            assert module is not None
+            self.modules[term.name, name] = module
+
+    def set_learning_rate(self, value: float) -> None:
+        """Set the learning rate of every optimiser."""
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = value
+
+    def update(self, owners: Iterable[str]) -> None:
+        """Let the owners' optimisers step, and clear their gradients."""
+        for owner in owners:
+            if owner in self.optimizers:
+                self.optimizers[owner].step()
+                self.optimizers[owner].zero_grad()
+
+    def average_shared_gradients(self, count: int) -> None:
+        """Divide the gradients of shared helpers, which every peer has added to, by the number of peers."""
+        for parameter in self.parameters.get(SHARED, {}).values():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return helpers and optimiser moments by name."""
+        tensors = {
+            f"module/{term}/{peer}/{name}": tensor
+            for (term, peer), module in self.modules.items()
+            for name, tensor in module.state_dict().items()
+        }
+        for owner, optimizer in self.optimizers.items():
+            for name, parameter in self.parameters[owner].items():
+                for slot, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        tensors[f"optimizer/{owner}/{name}/{slot}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy back what `state` returned."""
+        for (term, peer), module in self.modules.items():
+            prefix = f"module/{term}/{peer}/"
+            module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        for owner, optimizer in self.optimizers.items():
+            for name, parameter in self.parameters[owner].items():
+                prefix = f"optimizer/{owner}/{name}/"
+                slots = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+                # Adam keeps its step counter on the CPU; moments belong beside the parameter.
+                optimizer.state[parameter] = {
+                    slot: value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+                    for slot, value in slots.items()
+                }
+                if not slots:
+                    del optimizer.state[parameter]
+
+
+class seeded:
+    """Give torch's global generators a state that is a function of an address, and put the old state back."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    def __enter__(self) -> None:
+        self._fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+        self._fork.__enter__()
+        set_global_seed(self.address)
+
+    def __exit__(self, *details: Any) -> None:
+        self._fork.__exit__(*details)
+
+
+def set_global_seed(address: Address) -> None:
+    """Seed torch's global generators from an address: dropout and initialisers of any network follow it."""
+    number = int(address.number)
+    torch.manual_seed((address.key + number * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))

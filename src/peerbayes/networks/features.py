@@ -1,0 +1,49 @@
+"""Intermediate features of any network, taken by submodule name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from peerbayes.errors import InputError, nearest
+
+
+def find_layer(network: nn.Module, name: str) -> nn.Module:
+    """Return the submodule called ``name``; a unique ending of a longer name will do (``layer2`` for ``network.layer2``).
+
+    Raises:
+        InputError: no submodule, or more than one, has that name.
+    """
+    modules: dict[str, nn.Module] = dict(network.named_modules())
+    if name and name in modules:
+        return modules[name]
+    endings = [full for full in modules if full.endswith(f".{name}")]
+    if len(endings) == 1:
+        return modules[endings[0]]
+    kind = type(network).__name__
+    if endings:
+        raise InputError(f"layer '{name}' is ambiguous in {kind}: {', '.join(endings)}")
+    top = {full for full in modules if full and full.count(".") < 2}
+    raise InputError(f"{kind} has no layer '{name}'{nearest(name, top)}")
+
+
+@contextmanager
+def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Collect the outputs of the named layers during the forward passes inside the block."""
+    found: dict[str, Tensor] = {}
+
+    def keep(layer: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            found[layer] = output
+
+        return hook
+
+    handles = [find_layer(network, layer).register_forward_hook(keep(layer)) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

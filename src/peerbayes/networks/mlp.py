@@ -1,0 +1,40 @@
+"""A plain multi-layer perceptron."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from torch import Tensor, nn
+
+from peerbayes.networks.registry import Inputs, Normalize, network
+
+
+class MLP(nn.Module):
+    """Normalisation, flattening, hidden layers with relu, a linear head.
+
+    Args:
+        inputs: classes, shape and channel statistics of the data.
+        hidden: units of each hidden layer.
+    """
+
+    def __init__(self, inputs: Inputs, hidden: tuple[int, ...] = (256, 256)) -> None:
+        super().__init__()
+        self.normalize = Normalize(inputs)
+        sizes = [math.prod(inputs.shape), *hidden]
+        self.hidden = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(sizes)))
+        self.linear = nn.Linear(sizes[-1], inputs.classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.hidden(self.normalize(x).flatten(1)))
+        return logits
+
+
+@network
+def mlp(inputs: Inputs) -> nn.Module:
+    """Two hidden layers of 256 units."""
+    return MLP(inputs)

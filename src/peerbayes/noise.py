@@ -1,0 +1,112 @@
+"""Addressable randomness: every random number is a pure function of where it is used.
+
+A counter-based generator written in tensor operations. Element ``i`` of the noise at an address is
+
+    mix64(mix64(key + number * GAMMA) + i * GAMMA)
+
+where ``key`` is a hash of (seed, owner, stream) and ``mix64`` is the SplitMix64 finaliser. There is no hidden
+state: nothing has to be saved to resume a run, two runs can share noise, and a draw can be replayed from its
+address alone. The integers are identical on every device; only the last bits of log, sin and cos depend on it.
+``number`` may be a tensor on the device, so that a captured step advances it without touching the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peerbayes.errors import InputError
+
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed integer
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a piece of randomness belongs.
+
+    Args:
+        seed: the run's seed.
+        owner: whose noise it is: a peer's name, or ``"data"``.
+        stream: what it is for: ``"step"`` (training), ``"draw"`` (prediction), ``"order"``, ``"augment"``...
+        number: the step or draw number; a Python integer or an int64 scalar tensor.
+    """
+
+    seed: int = 0
+    owner: str = "peer"
+    stream: str = "draw"
+    number: int | Tensor = 0
+
+    @property
+    def key(self) -> int:
+        """Signed 64-bit hash of (seed, owner, stream)."""
+        text = f"{int(self.seed)}\0{self.owner}\0{self.stream}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+    def at(self, number: int | Tensor) -> Address:
+        """Return the same address at another number."""
+        return Address(self.seed, self.owner, self.stream, number)
+
+    def sub(self, stream: str) -> Address:
+        """Return an independent address below this one, at the same number."""
+        return Address(self.seed, self.owner, f"{self.stream}/{stream}", self.number)
+
+
+def _mix(z: Tensor) -> Tensor:
+    # In place; int64 ">>" keeps the sign, hence the masks that make it a logical shift.
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MULTIPLY_1)
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MULTIPLY_2)
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def _start(address: Address, device: torch.device | str | None) -> Tensor:
+    if isinstance(address.number, Tensor):
+        number = address.number.to(device=device, dtype=torch.int64).reshape(1)
+    else:
+        number = torch.full((1,), address.number, dtype=torch.int64, device=device)
+    return _mix(number * GAMMA + address.key)
+
+
+def bits(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return ``count`` uniform 64-bit patterns as int64, shape ``(count,)``.
+
+    Without a device they are made where a tensor ``number`` lives, or else on torch's default device.
+    """
+    start = _start(address, device)
+    index = torch.arange(count, dtype=torch.int64, device=start.device)
+    return _mix(index.mul_(GAMMA).add_(start))
+
+
+def uniform(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return ``count`` float32 numbers, uniform on (0, 1), shape ``(count,)``."""
+    # 23 bits plus a half: exact in float32 and never 0 or 1.
+    return ((bits(address, count, device) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
+
+
+def normal(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return ``count`` float32 standard normal numbers by Box-Muller, shape ``(count,)``.
+
+    One 64-bit pattern gives two numbers: element ``i`` and element ``i + ceil(count / 2)``.
+    """
+    half = (count + 1) // 2
+    z = bits(address, half, device)
+    angle = (z & 0xFFFFFFFF).float().mul_(2 * math.pi * 2.0**-32)
+    radius = ((z >> 32) & 0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    return torch.cat([radius * angle.cos(), radius * angle.sin_()])[:count]
+
+
+def permutation(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return a uniform permutation of ``range(count)`` as int64, the same on every device."""
+    return torch.argsort(bits(address, count, device), stable=True)
+
+
+def integers(address: Address, high: int, count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return ``count`` integers in ``[0, high)``, shape ``(count,)`` (bias below ``high / 2**32``)."""
+    if not 1 <= high <= 1 << 31:
+        raise InputError(f"high is {high}: expected 1 to 2**31.")
+    return (((bits(address, count, device) >> 32) & 0xFFFFFFFF) * high) >> 32

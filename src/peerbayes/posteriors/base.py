@@ -1,0 +1,275 @@
+"""What all posteriors have in common: flat weights, a network that receives them, and the verbs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from peerbayes.data import to_unit
+from peerbayes.errors import InputError
+from peerbayes.networks import capture
+from peerbayes.noise import Address
+from peerbayes.posteriors import storage
+from peerbayes.posteriors.layout import Layout
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.prediction import Prediction
+
+Predicate = Callable[[str, nn.Module], bool]
+Source = str | Path | nn.Module | Mapping[str, Tensor]
+Reduction = Literal["sum", "layer_mean"]
+
+
+class Weights(dict[str, Tensor]):
+    """One draw: every parameter of the network by name, and the flat tensor that the Bayesian ones are views of."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+        super().__init__(tensors)
+        self.flat = flat
+
+
+def conv_and_linear(_name: str, module: nn.Module) -> bool:
+    """The default choice of Bayesian parameters: weights and biases of convolutions, linear and attention layers."""
+    return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
+
+
+class Posterior(nn.Module):
+    """What is known about a network's weights.
+
+    The network is copied and its trainable parameters are moved into two flat tensors: ``mean`` for those chosen by
+    ``bayesian``, ``rest`` for the others (batch-norm scales and shifts, say). Buffers and frozen parameters stay in
+    the copy. A forward pass hands the network named views of the flat tensors through `torch.func.functional_call`.
+
+    Args:
+        network: any module from inputs to logits; it is not changed.
+        bayesian: chooses parameters by (parameter name, module that owns it).
+        start_from: a trained network to take all tensors from: a module, a posterior, a state dict, or a
+            safetensors file.
+    """
+
+    _inverse_sizes: Tensor
+
+    kind: ClassVar[str]
+    stochastic: ClassVar[bool]
+    _kinds: ClassVar[dict[str, type[Posterior]]] = {}
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        Posterior._kinds[cls.kind] = cls
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        bayesian: Predicate = conv_and_linear,
+        start_from: Source | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(network, Posterior):
+            raise InputError("expected a network, got a posterior; pass it as start_from instead")
+        source = None if start_from is None else _state_of(start_from)
+        self.network = copy.deepcopy(network)
+        chosen, others, self._aliases = _take_parameters(self.network, bayesian)
+        if not chosen and not others:
+            raise InputError(f"{type(network).__name__} has no trainable parameters")
+        self.layout = Layout({name: tensor.shape for name, tensor in chosen.items()})
+        self.rest_layout = Layout({name: tensor.shape for name, tensor in others.items()})
+        if source is not None:
+            chosen, others = self._adopt(source, chosen, others)
+        self.mean = nn.Parameter(self.layout.flatten(chosen))
+        self.rest = nn.Parameter(self.rest_layout.flatten(others))
+        self.register_buffer("_inverse_sizes", self.layout.inverse_sizes(), persistent=False)
+
+    # ---- verbs that each posterior defines ------------------------------------------------------------------------
+
+    def draw(self, address: Address) -> Weights:
+        """Return the set of weights that lives at ``address``; the same address gives the same weights."""
+        raise NotImplementedError
+
+    def kl_per_weight(self, weights: Weights | None = None) -> Tensor:
+        """Return KL(q ‖ prior) in nats by weight, shape (size,), estimated from the draw ``weights`` if need be."""
+        raise NotImplementedError
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of every Bayesian weight, shape (size,)."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""
+        raise NotImplementedError
+
+    def flat_tensors(self) -> dict[str, Tensor]:
+        """Return the flat tensors in the shape of ``layout`` that a file must hold, by name."""
+        return {"mean": self.mean}
+
+    # ---- what follows from them -----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the weights are on."""
+        return self.mean.device
+
+    def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
+        """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats."""
+        per_weight = self.kl_per_weight(weights)
+        return per_weight.sum() if reduction == "sum" else self.layer_mean_sum(per_weight)
+
+    def layer_mean_sum(self, values: Tensor) -> Tensor:
+        """Return Σ_l mean_{i∈l} values_i over the Bayesian tensors l, for values of shape (size,)."""
+        return torch.dot(values, self._inverse_sizes)
+
+    def centre(self) -> Weights:
+        """Return the mean weights."""
+        return self.weights(self.mean)
+
+    def weights(self, flat: Tensor) -> Weights:
+        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,)."""
+        tensors = self.layout.views(flat) | self.rest_layout.views(self.rest)
+        tensors |= {alias: tensors[name] for alias, name in self._aliases.items()}
+        return Weights(tensors, flat)
+
+    def forward(self, inputs: Tensor, weights: Weights | None = None) -> Tensor:
+        """Return logits (B, C) of one draw (the mean weights by default); images in [0, 1] or uint8."""
+        logits: Tensor = torch.func.functional_call(
+            self.network, weights if weights is not None else self.centre(), (_prepared(inputs),), tie_weights=False
+        )
+        return logits
+
+    def forward_features(
+        self, inputs: Tensor, weights: Weights, layers: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return logits and the outputs of the named layers."""
+        with capture(self.network, layers) as found:
+            logits = self(inputs, weights)
+        return logits, found
+
+    def predict(self, images: Tensor, draws: int = 50, **options: Any) -> Prediction:
+        """Average the probabilities of ``draws`` networks; see `peerbayes.posteriors.prediction.predict`."""
+        from peerbayes.posteriors.prediction import predict
+
+        return predict(self, images, draws, **options)
+
+    def materialise(self, weights: Weights | None = None) -> nn.Module:
+        """Return a plain copy of the network that holds one draw (the mean weights by default)."""
+        plain = copy.deepcopy(self.network)
+        made: dict[str, nn.Parameter] = {}
+        for name, tensor in (weights if weights is not None else self.centre()).items():
+            canonical = self._aliases.get(name, name)
+            if canonical not in made:
+                made[canonical] = nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
+            owner, _, leaf = name.rpartition(".")
+            plain.get_submodule(owner)._parameters[leaf] = made[canonical]
+        return plain
+
+    def state(self) -> dict[str, Tensor]:
+        """Return every tensor under the network's own names: ``mean/a.weight``, ``rest/bn.bias``, ``network/bn.running_var``."""
+        tensors = {
+            f"{part}/{name}": view
+            for part, flat in self.flat_tensors().items()
+            for name, view in self.layout.views(flat).items()
+        }
+        tensors |= {f"rest/{name}": view for name, view in self.rest_layout.views(self.rest).items()}
+        return tensors | {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
+        """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
+        own = self.state()
+        _require_same(tensors, own, origin)
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def save(self, path: str | Path) -> None:
+        """Write the posterior to one safetensors file, atomically."""
+        storage.write(Path(path), self.state(), {"kind": self.kind, "options": self.options()})
+
+    @classmethod
+    def load(cls, path: str | Path, network: nn.Module, bayesian: Predicate = conv_and_linear) -> Self:
+        """Read a posterior that `save` wrote, over a network of the same architecture."""
+        tensors, about = storage.read(Path(path))
+        found = Posterior._kinds.get(about.get("kind", ""))
+        if found is None or not issubclass(found, cls):
+            raise InputError(f"{path}: holds a posterior of kind {about.get('kind')!r}, expected {cls.__name__}")
+        posterior = found(network, bayesian=bayesian, **about["options"])
+        posterior.load_state(tensors, str(path))
+        return posterior
+
+    def _adopt(
+        self, source: Mapping[str, Tensor], chosen: dict[str, Tensor], others: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        kept = self.network.state_dict()
+        source = {name: tensor for name, tensor in source.items() if name not in self._aliases}
+        _require_same(source, chosen | others | kept, "start_from")
+        self.network.load_state_dict(source, strict=False)
+        return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
+
+
+def _prepared(inputs: Tensor) -> Tensor:
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return inputs  # token numbers
+    inputs = to_unit(inputs)
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
+
+
+def _take_parameters(
+    network: nn.Module, bayesian: Predicate
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    # The parameters are taken out of the copy, so that the flat tensors are their only home; tied parameters
+    # keep one home and get the same view.
+    chosen: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    homes: dict[int, str] = {}
+    for prefix, module in network.named_modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(_refresh_recurrent_weights)
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.requires_grad:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise InputError(f"parameter '{name}' is lazy; run the network once before making it Bayesian")
+            if parameter.dtype != torch.float32:
+                raise InputError(f"parameter '{name}' is {parameter.dtype}, expected torch.float32")
+            if id(parameter) in homes:
+                aliases[name] = homes[id(parameter)]
+            else:
+                homes[id(parameter)] = name
+                (chosen if bayesian(name, module) else others)[name] = parameter.detach()
+            module._parameters[leaf] = None
+    return chosen, others, aliases
+
+
+def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
+    # Recurrent modules keep a list of their own beside the parameters; functional_call does not know of it.
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]
+
+
+def _state_of(source: Source) -> dict[str, Tensor]:
+    if isinstance(source, Posterior):
+        return storage.plain_names(source.state())
+    if isinstance(source, nn.Module):
+        return dict(source.state_dict())
+    if isinstance(source, str | Path):
+        return storage.read_state(Path(source))
+    return dict(source)
+
+
+def _require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
+    for name, tensor in expected.items():
+        if name not in given:
+            raise InputError(f"{origin}: has no tensor '{name}'; is it of another network?")
+        if given[name].shape != tensor.shape:
+            shapes = f"{tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+            raise InputError(f"{origin}: tensor '{name}' has shape {shapes}; is it of another network?")
+        if given[name].is_floating_point() and not bool(given[name].isfinite().all()):
+            raise InputError(f"{origin}: tensor '{name}' holds values that are not finite")
+    extra = [name for name in given if name not in expected]
+    if extra:
+        raise InputError(f"{origin}: has a tensor '{extra[0]}' that this network has not; is it of another network?")

@@ -1,0 +1,111 @@
+"""A Gaussian for every weight, independent of the others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peerbayes.divergences import gaussian_kl
+from peerbayes.errors import InputError
+from peerbayes.noise import Address, normal
+from peerbayes.posteriors.base import Posterior, Predicate, Source, Weights, conv_and_linear
+
+
+class MeanField(Posterior):
+    """q(w) = Π_i N(w_i; μ_i, σ_i²) with σ = softplus(ρ), over the Bayesian weights of any network.
+
+    A draw is w = μ + σ ⊙ ε with ε ~ N(0, I), or, with ``noise="radial"``, ε = r · g / ‖g‖ for each tensor on its own
+    with g ~ N(0, I) and r ~ N(0, 1).
+
+    Args:
+        network: any module; its current weights become the means.
+        rho: centre of the initial ρ ~ N(rho, 0.1²); −3 is σ ≈ 0.049.
+        prior_std: standard deviation s of the prior.
+        prior: ``"normal"`` for N(0, s²), ``"anchored"`` for N(μ_0, s²) with μ_0 the means at construction.
+        noise: ``"gaussian"`` or ``"radial"``.
+        bayesian: chooses parameters by (name, owning module); convolutions and linear layers by default.
+        start_from: a trained network to take means, batch-norm parameters and statistics from.
+        seed: seed of the initial ρ.
+        name: owner of the initial ρ's noise, so that peers of one seed differ.
+    """
+
+    anchor: Tensor
+
+    kind: ClassVar[str] = "mean_field"
+    stochastic: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        rho: float = -3.0,
+        prior_std: float = 1.0,
+        prior: Literal["normal", "anchored"] = "normal",
+        noise: Literal["gaussian", "radial"] = "gaussian",
+        bayesian: Predicate = conv_and_linear,
+        start_from: Source | None = None,
+        seed: int = 0,
+        name: str = "peer",
+    ) -> None:
+        super().__init__(network, bayesian=bayesian, start_from=start_from)
+        if not prior_std > 0:
+            raise InputError(f"prior_std is {prior_std}, expected a positive number")
+        if prior not in ("normal", "anchored"):
+            raise InputError(f"prior is {prior!r}, expected 'normal' or 'anchored'")
+        if noise not in ("gaussian", "radial"):
+            raise InputError(f"noise is {noise!r}, expected 'gaussian' or 'radial'")
+        if not self.layout.size:
+            raise InputError(f"no parameter of {type(network).__name__} was chosen to be Bayesian")
+        self.prior_std = prior_std
+        self.prior = prior
+        self.noise = noise
+        spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
+        self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
+        anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros(())
+        self.register_buffer("anchor", anchor, persistent=False)
+
+    @property
+    def std(self) -> Tensor:
+        """σ = softplus(ρ), shape (size,)."""
+        return F.softplus(self.rho)
+
+    def draw(self, address: Address) -> Weights:
+        """Return μ + σ ⊙ ε, with ε a function of the address alone."""
+        noise = normal(address, self.layout.size, self.mean.device)
+        if self.noise == "radial":
+            noise = self._radial(noise, address)
+        return self.weights(torch.addcmul(self.mean, self.std, noise))
+
+    def _radial(self, direction: Tensor, address: Address) -> Tensor:
+        radius = normal(address.sub("radius"), len(self.layout.sizes), direction.device)
+        pieces = direction.split(self.layout.sizes)
+        length = torch.stack([piece.norm() for piece in pieces])
+        return torch.cat([piece * factor for piece, factor in zip(pieces, radius / length)])
+
+    def kl_per_weight(self, weights: Weights | None = None) -> Tensor:
+        """Return KL by weight, shape (size,).
+
+        Gaussian: log(s/σ) + (σ² + (μ − m)²) / (2 s²) − ½. Radial has no closed form: −log σ − log p(w) at the
+        given draw w, which is the KL up to a constant that depends on the size of each tensor alone.
+        """
+        if self.noise == "gaussian":
+            return gaussian_kl(self.mean, self.std, self.anchor, self.prior_std)
+        if weights is None:
+            raise InputError("the KL of radial noise is estimated from a draw: pass weights=posterior.draw(address)")
+        scaled = (weights.flat - self.anchor) / self.prior_std
+        return 0.5 * scaled.square() + (math.log(self.prior_std) + 0.5 * math.log(2 * math.pi)) - self.std.log()
+
+    def flat_tensors(self) -> dict[str, Tensor]:
+        """Return means, ρ and, with an anchored prior, its means."""
+        tensors: dict[str, Tensor] = {"mean": self.mean, "rho": self.rho}
+        if self.prior == "anchored":
+            tensors["anchor"] = self.anchor
+        return tensors
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that `load` needs; the values of ρ are in the file."""
+        return {"prior_std": self.prior_std, "prior": self.prior, "noise": self.noise}

@@ -1,0 +1,35 @@
+"""A point: one set of weights, no uncertainty. A deterministic network is a cohort of one of these."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from peerbayes.noise import Address
+from peerbayes.posteriors.base import Posterior, Weights
+
+
+class Point(Posterior):
+    """A point posterior: every draw is the same network, and the KL is 0 by convention."""
+
+    kind: ClassVar[str] = "point"
+    stochastic: ClassVar[bool] = False
+
+    def draw(self, address: Address) -> Weights:  # noqa: ARG002
+        """Return the weights; every address gives the same."""
+        return self.centre()
+
+    def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
+        """Return zeros, shape (size,)."""
+        return torch.zeros_like(self.mean)
+
+    @property
+    def std(self) -> Tensor:
+        """Zeros, shape (size,)."""
+        return torch.zeros_like(self.mean)
+
+    def options(self) -> dict[str, Any]:
+        """Return nothing: a point has no options."""
+        return {}

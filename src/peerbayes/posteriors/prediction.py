@@ -1,0 +1,184 @@
+"""Many draws, one prediction, in memory that does not grow with the number of draws."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.base import Posterior, Weights
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The average prediction of many draws.
+
+    Attributes:
+        log_probabilities: log p̄, with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits. (N, C).
+        expected_entropy: (1/S) Σ_s H[p_s] in nats. (N,).
+        draws: how many draws each image got. (N,), int64.
+        address: where the draws live; draw s is at ``address.at(s)``.
+    """
+
+    log_probabilities: Tensor
+    expected_entropy: Tensor
+    draws: Tensor
+    address: Address
+    _posterior: Posterior | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """p̄, shape (N, C)."""
+        return self.log_probabilities.exp()
+
+    @property
+    def classes(self) -> Tensor:
+        """The most probable class, shape (N,)."""
+        return self.log_probabilities.argmax(-1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """H[p̄] in nats, shape (N,)."""
+        return _entropy(self.log_probabilities)
+
+    @property
+    def disagreement(self) -> Tensor:
+        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0."""
+        return (self.entropy - self.expected_entropy).clamp_min(0)
+
+    def replay(self, draw: int) -> Weights:
+        """Return the weights of one of the draws, again, exactly."""
+        if self._posterior is None:
+            raise InputError(
+                "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
+            )
+        return self._posterior.draw(self.address.at(draw))
+
+
+@torch.inference_mode()
+def predict(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int = 50,
+    *,
+    seed: int = 0,
+    name: str = "peer",
+    batch_size: int = 512,
+    settle: float | None = None,
+) -> Prediction:
+    """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
+
+    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``.
+
+    Args:
+        posterior: any posterior; a point needs one pass.
+        images: (N, ...) on any device, uint8 or in [0, 1].
+        draws: S, or the most draws an image may get when ``settle`` is given.
+        seed: with ``name``, the address of the draws.
+        name: whose draws they are (a peer's name).
+        batch_size: images a forward pass.
+        settle: stop drawing for an image once its predicted class is settled at this error level: the chance
+            that the class of infinitely many draws is another is at most ``settle``, however often one looks.
+    """
+    if draws < 1:
+        raise InputError(f"draws is {draws}, expected at least 1")
+    if len(images) == 0:
+        raise InputError("there are no images to predict")
+    if settle is not None and not 0 < settle < 1:
+        raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
+    address = Address(seed, name, "draw")
+    was_training = posterior.training
+    posterior.eval()
+    try:
+        return _accumulate(posterior, images, draws if posterior.stochastic else 1, address, batch_size, settle)
+    finally:
+        posterior.train(was_training)
+
+
+def _accumulate(
+    posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, settle: float | None
+) -> Prediction:
+    device = posterior.device
+    active = torch.arange(len(images))
+    spent = torch.zeros(len(images), dtype=torch.int64)
+    total: Tensor | None = None
+    entropy = torch.zeros(len(images), device=device)
+    referee: _Referee | None = None
+    for number in range(draws):
+        weights = posterior.draw(address.at(number))
+        chunks = active.split(batch_size)
+        whole = len(active) == len(images)
+        parts = [
+            posterior((images[c[0] : c[-1] + 1] if whole else images[c.to(images.device)]).to(device), weights)
+            .float()
+            .log_softmax(-1)
+            for c in chunks
+        ]
+        log_p = torch.cat(parts)
+        here = active.to(device)
+        if total is None:
+            total = torch.full((len(images), log_p.shape[1]), -math.inf, device=device)
+            referee = None if settle is None else _Referee(log_p, settle)
+        total[here] = torch.logaddexp(total[here], log_p)
+        entropy[here] += _entropy(log_p)
+        spent[active] += 1
+        if referee is not None:
+            active = active[~referee.settled(here, log_p.exp(), total[here]).cpu()]
+            if len(active) == 0:
+                break
+    assert total is not None
+    count = spent.to(device)
+    return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
+
+
+class _Referee:
+    """Decides when the leading class of an image is settled, by betting (Waudby-Smith and Ramdas 2023).
+
+    To test that rival c' is at least as probable as the leader c, a gambler stakes a fraction λ on every draw of
+    d = p_c − p_c' ∈ [−1, 1]; if the rival's average is truly as large, the capital Π (1 + λ d) is a
+    super-martingale and exceeds 1/δ with probability at most δ at any time. The leader is settled when the gambler
+    has won against every rival; the true best class is one of them, so no correction for their number is
+    needed. The leader is fixed before the draws that test it; a new leader restarts the test with δ 6/(π² k²) at
+    the k-th start, which sum to δ.
+    """
+
+    STAKES = (0.1, 0.3, 0.6, 0.9)
+
+    def __init__(self, log_p: Tensor, level: float) -> None:
+        count, classes = log_p.shape
+        self.level = level
+        self.leader = torch.full((count,), -1, dtype=torch.int64, device=log_p.device)
+        self.starts = torch.zeros(count, device=log_p.device)
+        self.capital = torch.zeros(count, classes, len(self.STAKES), device=log_p.device)
+        self.stakes = torch.tensor(self.STAKES, device=log_p.device)
+
+    def settled(self, here: Tensor, p: Tensor, total: Tensor) -> Tensor:
+        """Take in one draw's probabilities (n, C) of the images ``here`` and say which are settled (n,)."""
+        leader, capital = self.leader[here], self.capital[here]
+        valid = leader >= 0
+        margin = p.gather(1, leader.clamp_min(0)[:, None]) - p
+        capital += torch.log1p(self.stakes * margin[..., None]) * valid[:, None, None]
+        wealth = torch.logsumexp(capital, -1) - math.log(len(self.STAKES))
+        wealth.scatter_(1, leader.clamp_min(0)[:, None], math.inf)
+        starts = self.starts[here]
+        needed = -math.log(self.level * 6 / math.pi**2) + 2 * starts.clamp_min(1).log()
+        done = valid & (wealth.amin(1) >= needed)
+        now = total.argmax(1)
+        new = now != leader
+        self.starts[here] = starts + new
+        self.leader[here] = torch.where(new, now, leader)
+        self.capital[here] = torch.where(new[:, None, None], torch.zeros_like(capital), capital)
+        # A leader that the average has left is not reported, whatever it won earlier.
+        return done & ~new
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    entropy: Tensor = torch.special.entr(log_p.exp()).sum(-1)
+    return entropy

@@ -1,0 +1,101 @@
+"""Files that are whole or absent: safetensors with a digest, written atomically. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from peerbayes.errors import InputError
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` so that a reader sees the old file or the new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and deletions in ``folder`` durable (POSIX)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
+    digest = hashlib.blake2b(about.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(about, sort_keys=True)
+    write_bytes(path, save(plain, {"peerbayes": text, "digest": _digest(plain, text)}))
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write` wrote, and check it.
+
+    Raises:
+        InputError: the file is missing, truncated, changed, or not one of ours.
+    """
+    tensors, metadata = _read_any(path)
+    if "peerbayes" not in metadata:
+        raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")
+    if metadata.get("digest") != _digest(tensors, metadata["peerbayes"]):
+        raise InputError(f"{path}: corrupt (its contents do not match the digest in its header)")
+    about: dict[str, Any] = json.loads(metadata["peerbayes"])
+    return tensors, about
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Read a network's tensors by name: a plain safetensors state dict, or the means of a saved posterior."""
+    if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
+        raise InputError(f"{path}: pickled weights are not read; save them with safetensors.torch.save_file first")
+    tensors, metadata = _read_any(path)
+    if "peerbayes" not in metadata:
+        return tensors
+    return plain_names(read(path)[0])
+
+
+def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a posterior's mean network as a plain state dict: ``mean/a.weight`` becomes ``a.weight``."""
+    parts = ((name.split("/", 1), tensor) for name, tensor in state.items())
+    return {name: tensor for (part, name), tensor in parts if part in {"mean", "rest", "network"}}
+
+
+def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: not a readable safetensors file ({error})") from None

@@ -1,0 +1,179 @@
+"""One record a run: what was trained, on what, and how good it is. The schema of ``results/`` and of ``--json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes import evaluation
+from peerbayes.data import Dataset, load_images
+from peerbayes.errors import InputError
+from peerbayes.learning import Run, environment, load_data, predict_split
+from peerbayes.learning.run import pick_device
+from peerbayes.posteriors import Posterior, storage
+
+Record = dict[str, Any]
+
+
+def evaluate(
+    run: Run | str | Path,
+    *,
+    draws: int | None = None,
+    settle: float | None = None,
+    out_of_distribution: Iterable[str] | None = None,
+    device: str | torch.device = "auto",
+    root: str | Path | None = None,
+) -> Record:
+    """Judge every peer of a finished run on its test split, and return the record.
+
+    Args:
+        run: a run or its folder.
+        draws: draws averaged; the recipe's by default.
+        settle: stop drawing for an image once its class is settled at this error level.
+        out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
+        device: where to predict.
+        root: data root.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    options, where = run.recipe.evaluation, pick_device(device)
+    draws = options.draws if draws is None else draws
+    outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
+    loaded = load_data(run.recipe, root)
+    peers, log_probabilities = [], []
+    for name in run:
+        posterior = run[name].to(where)
+        found, log_p = _judge(posterior, name, run, loaded, draws, settle)
+        if outside:
+            found["out_of_distribution"] = {
+                other: _judge_outside(posterior, name, run, log_p, other, draws, root, loaded) for other in outside
+            }
+        peers.append(found)
+        log_probabilities.append(log_p)
+    record = {
+        "recipe": run.recipe.name,
+        "dataset": loaded.name,
+        "network": ", ".join(dict.fromkeys(peer.network for peer in run.recipe.peers)),
+        "method": run.recipe.method,
+        "seed": run.seed,
+        "epochs": run.recipe.epochs,
+        "hardware": run.about["hardware"],
+        "versions": run.about["versions"],
+        "seconds": run.about["seconds"],
+        "draws": draws,
+        "ece_bins": options.ece_bins,
+        "evaluated_on": environment(where)["hardware"],
+        "peers": peers,
+    }
+    if len(peers) > 1:
+        stacked = torch.stack(log_probabilities)
+        record["cohort"] = {
+            "pairwise_diversity": evaluation.pairwise_diversity(stacked),
+            "disagreement_rate": evaluation.disagreement_rate(stacked),
+        }
+    return record
+
+
+def _judge(
+    posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, settle: float | None
+) -> tuple[Record, Tensor]:
+    options = run.recipe.evaluation
+    log_p, labels, disagreement, spent = predict_split(
+        posterior, loaded.test, draws, seed=run.seed, name=name, settle=settle
+    )
+    p = log_p.exp()
+    diagram = evaluation.reliability(p, labels, options.ece_bins)
+    # A point posterior never disagrees with itself: its entropy takes the place.
+    unsure = disagreement if posterior.stochastic else torch.special.entr(p).sum(-1)
+    correct = log_p.argmax(-1) == labels
+    found: Record = {
+        "name": name,
+        "accuracy": evaluation.accuracy(p, labels),
+        "nll": evaluation.nll_from_log(log_p, labels),
+        "ece": diagram.error,
+        "adaptive_ece": evaluation.adaptive_ece(p, labels, options.ece_bins),
+        "brier": evaluation.brier(p, labels),
+        "aurc": evaluation.aurc(unsure, correct),
+        "retention": dict(
+            zip(
+                map(str, options.retention), evaluation.retention_curve(unsure, correct, options.retention), strict=True
+            )
+        ),
+        "disagreement": float(disagreement.mean()),
+        "draws_spent": float(spent.double().mean()),
+        "reliability": {
+            "count": diagram.count.tolist(),
+            "accuracy": _plain(diagram.accuracy),
+            "confidence": _plain(diagram.confidence),
+        },
+    }
+    if loaded.validation is not None:
+        found |= _recalibrated(posterior, name, run, loaded, draws, log_p, labels)
+    if loaded.soft_labels is not None:
+        found["human_cross_entropy"] = evaluation.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
+    return found, log_p
+
+
+def _recalibrated(
+    posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, log_p: Tensor, labels: Tensor
+) -> Record:
+    assert loaded.validation is not None
+    held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name)
+    temperature = evaluation.fit_temperature(held[0], held[1])
+    tempered = evaluation.temper(log_p, temperature)
+    return {
+        "temperature": temperature,
+        "cnll": evaluation.nll_from_log(tempered, labels),
+        "cece": evaluation.ece(tempered.exp(), labels, run.recipe.evaluation.ece_bins),
+    }
+
+
+def _judge_outside(
+    posterior: Posterior,
+    name: str,
+    run: Run,
+    log_p: Tensor,
+    other: str,
+    draws: int,
+    root: str | Path | None,
+    loaded: Dataset,
+) -> Record:
+    split = load_images(other, root=root, size=loaded.shape[1])
+    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+    if images.shape[1] != loaded.shape[0]:
+        raise InputError(
+            f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
+        )
+    outside = predict_split(posterior, split, draws, seed=run.seed, name=name)[0]
+    inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
+    return {
+        "auroc": evaluation.auroc(inner, outer),
+        "aupr": evaluation.aupr(inner, outer),
+        "fpr85": evaluation.fpr_at_tpr(inner, outer, tpr=0.85),
+    }
+
+
+def _plain(values: Tensor) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+def write_record(path: Path, record: Record | list[Record]) -> None:
+    """Write a record (or several) as JSON, atomically."""
+    storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Return a run folder itself, or the run folders right below it (a run of several seeds)."""
+    folder = Path(folder)
+    if (folder / "recipe.toml").is_file():
+        return [folder]
+    below = sorted(path.parent for path in folder.glob("*/recipe.toml"))
+    if not below:
+        raise InputError(
+            f"{folder}: neither a run folder nor a folder of runs (no recipe.toml in it or right below it)"
+        )
+    return below

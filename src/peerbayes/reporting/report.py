@@ -1,0 +1,57 @@
+"""The report page: one HTML file with the table, the differences and the figures, that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from peerbayes.reporting import figures, tables
+from peerbayes.reporting.records import Record
+
+
+def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the page for some records; ``metrics`` are the epochs' lines to draw, by caption."""
+    drawn = [
+        ("Accuracy on the images a peer is surest of. A point has no disagreement; its entropy takes the place.",
+         figures.retention_figure(records)),
+        ("Reliability: accuracy against confidence.", figures.reliability_figure(records)),
+        *((caption, figures.training_figure(lines)) for caption, lines in metrics.items() if lines),
+    ]  # fmt: skip
+    pictures = [{"caption": c, "data": base64.b64encode(figures.png(f)).decode()} for c, f in drawn]
+    found = tables.rows(records)
+    rows = [
+        {**row.__dict__, "first": place == 0 or found[place - 1].method != row.method}
+        for place, row in enumerate(found)
+    ]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(
+        resources.files("peerbayes.reporting").joinpath("report.html").read_text("utf-8")
+    )
+    return template.render(
+        heading=heading,
+        subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
+        figures=list(tables.FIGURES),
+        rows=rows,
+        differences=tables.differences(records),
+        pictures=pictures,
+        provenance=_provenance(records),
+    )
+
+
+def _provenance(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for group in tables.grouped(records).values():
+        first = group[0]
+        seconds = sum(r["seconds"] for r in group) / len(group)
+        seeds = ", ".join(str(r["seed"]) for r in group)
+        lines.append(
+            f"{tables.title(first['method'])}: recipe {first['recipe']}, seeds {seeds}, {first['epochs']} epochs, "
+            f"{seconds:.1f} s a seed, {first['draws']} draws at test, ECE with {first['ece_bins']} bins"
+        )
+    versions = records[0]["versions"]
+    lines.append(f"{records[0]['hardware']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    return lines

@@ -1,0 +1,112 @@
+"""Tables with error bars: mean ± standard error over seeds, paired differences, and what they could have shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peerbayes.evaluation import paired_difference, summarise
+from peerbayes.reporting.records import Record
+
+TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
+FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a method, a peer (or the average over peers), and a cell a figure."""
+
+    method: str
+    peer: str
+    seeds: int
+    cells: tuple[str, ...]
+
+
+def title(method: str) -> str:
+    """Return a method's name as the paper prints it."""
+    return TITLES.get(method, method)
+
+
+def label(record: Record) -> str:
+    """Return what tells a record's group apart: its method, with its data and network."""
+    return f"{record['dataset']} · {record['network']} · {title(record['method'])}"
+
+
+def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Group records that differ in the seed alone, in the order in which they come."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["recipe"] + "\0" + label(record), []).append(record)
+    return groups
+
+
+def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for record in records:
+        values = [p[key] for p in record["peers"] if peer in (AVERAGE, p["name"])]
+        found[record["seed"]] = sum(values) / len(values)
+    return found
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """Return a row a method and peer, and one for the average over peers where there are several."""
+    found = []
+    for group in grouped(records).values():
+        names = [peer["name"] for peer in group[0]["peers"]]
+        for peer in [*names, AVERAGE] if len(names) > 1 else names:
+            cells = []
+            for key, scale in FIGURES.values():
+                values = _values(group, peer, key)
+                cells.append(_cell([value * scale for value in values.values()], scale))
+            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells)))
+    return found
+
+
+def _cell(values: Sequence[float], scale: float) -> str:
+    summary = summarise(values)
+    digits = 2 if scale == 100 else 3
+    text = f"{summary.mean:.{digits}f}"
+    if summary.standard_error is not None:
+        text += f" ± {summary.standard_error:.{digits}f}"
+    return text
+
+
+def differences(records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each method against the one before it, paired over the seeds they share."""
+    found = []
+    groups = list(grouped(records).values())
+    for before, after in itertools.pairwise(groups):
+        shared = {r["seed"] for r in before} & {r["seed"] for r in after}
+        if not shared or before[0]["dataset"] != after[0]["dataset"]:
+            continue
+        parts = []
+        for name, (key, scale) in FIGURES.items():
+            a, b = (
+                {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
+                for group in (after, before)
+            )
+            parts.append(f"{name} {paired_difference(a, b).describe()}")
+        names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
+        seeds = f"{len(shared)} seed{'s' if len(shared) > 1 else ''}"
+        found.append(f"{names}, average of peers, paired over {seeds}: {'; '.join(parts)}")
+    return found
+
+
+def text_table(records: Sequence[Record]) -> str:
+    """Return the table and the differences as plain text."""
+    lines = [("", "", *FIGURES)]
+    previous = ""
+    for row in rows(records):
+        lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
+        previous = row.method
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*text, *(["", *found] if (found := differences(records)) else [])])

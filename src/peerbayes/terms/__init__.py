@@ -1,0 +1,21 @@
+"""Terms: the summands of a peer's loss."""
+
+from peerbayes.terms import diversity, elbo, mutual
+from peerbayes.terms.fusion import Fusion
+from peerbayes.terms.registry import Shapes, Term, find, names, term
+from peerbayes.terms.step import Batch, Output, Step
+
+__all__ = [
+    "Batch",
+    "Fusion",
+    "Output",
+    "Shapes",
+    "Step",
+    "Term",
+    "diversity",
+    "elbo",
+    "find",
+    "mutual",
+    "names",
+    "term",
+]

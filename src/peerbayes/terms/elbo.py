@@ -1,0 +1,39 @@
+"""The evidence lower bound in two summands: expected log-likelihood and KL to the prior."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerbayes.terms.registry import term
+from peerbayes.terms.step import Step
+
+
+@term
+def likelihood(step: Step, peer: str, *, weight: float = 1.0) -> Tensor:
+    """weight · (1/B) Σ_b −log p(y_b | x_b, w), at one draw w."""
+    return weight * F.cross_entropy(step.logits(peer), step.labels)
+
+
+@term
+def kl(
+    step: Step,
+    peer: str,
+    *,
+    weight: float = 1.0,
+    scheme: Literal["elbo", "layer_mean"] = "elbo",
+    anneal: float = 0.0,
+) -> Tensor:
+    """The scaled KL between posterior and prior.
+
+    ``elbo``: (weight / N) Σ_i KL_i, the negative ELBO per image at weight 1 (below 1: tempered).
+    ``layer_mean``: (weight / B) Σ_l mean_{i∈l} KL_i, a far weaker pull for large layers.
+    ``anneal``: epochs over which the weight rises linearly from 0.
+    """
+    if anneal > 0:
+        weight = weight * min(1.0, step.epoch / anneal)
+    if scheme == "elbo":
+        return weight / step.train_size * step.kl(peer, "sum")
+    return weight / step.batch_size * step.kl(peer, "layer_mean")

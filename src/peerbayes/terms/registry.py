@@ -1,0 +1,100 @@
+"""Terms by name. A term is a function of a step and a peer that returns one scalar."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, get_type_hints, overload
+
+import torch
+from pydantic import create_model
+from torch import Tensor, nn
+
+from peerbayes.errors import InputError, nearest
+from peerbayes.schema import Strict
+from peerbayes.terms.step import Batch, Step
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a term's helper can know when it is built: the features' shapes by layer, and the number of classes."""
+
+    features: Mapping[str, torch.Size]
+    classes: int
+
+
+class TermFunction(Protocol):
+    """``term(step, peer, **options) -> scalar``."""
+
+    def __call__(self, step: Step, peer: str, **options: Any) -> Tensor: ...
+
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+ModuleBuilder = Callable[[Shapes, Mapping[str, Any]], nn.Module | None]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A registered term: its function, a schema of its options, and the builder of its helper, if it has one."""
+
+    name: str
+    function: TermFunction
+    schema: type[Strict]
+    build: ModuleBuilder | None = None
+
+    def value(self, batch: Batch, peer: str, options: Mapping[str, Any]) -> Tensor:
+        """Return the term's scalar for one peer."""
+        value = self.function(Step(batch, peer, self.name), peer, **options)
+        if value.dim():
+            raise InputError(f"term '{self.name}' returned shape {tuple(value.shape)}, expected a scalar")
+        return value
+
+
+_TERMS: dict[str, Term] = {}
+
+
+@overload
+def term(function: F) -> F: ...
+@overload
+def term(*, build: ModuleBuilder) -> Callable[[F], F]: ...
+def term(function: Any = None, *, build: ModuleBuilder | None = None) -> Any:
+    """Make a function available in recipes under its name.
+
+    The function takes ``(step, peer, *, options...)`` and returns one scalar; its keyword-only arguments, with their
+    annotations and defaults, are the term's options in a recipe.
+
+    Args:
+        function: the term.
+        build: makes a trainable helper for a peer, reached as ``step.module(peer)``; its parameters join that peer's
+            optimiser for the stage. A helper whose attribute ``shared`` is true serves all peers.
+    """
+    if function is None:
+        return lambda found: _register(found, build)
+    return _register(function, build)
+
+
+def _register(function: Any, build: ModuleBuilder | None) -> Any:
+    name = function.__name__
+    parameters = inspect.signature(function).parameters.values()
+    hints = get_type_hints(function)
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            kind = hints.get(parameter.name, type(parameter.default))
+            fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    schema = create_model(name, __base__=Strict, **fields)
+    _TERMS[name] = Term(name, function, schema, build)
+    return function
+
+
+def find(name: str) -> Term:
+    """Return a term by name."""
+    if name not in _TERMS:
+        raise InputError(f"there is no term '{name}'{nearest(name, _TERMS)}")
+    return _TERMS[name]
+
+
+def names() -> list[str]:
+    """Return the names of all terms."""
+    return sorted(_TERMS)

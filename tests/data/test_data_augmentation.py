@@ -1,0 +1,207 @@
+import numpy as np
+import pytest
+import scipy.ndimage
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.transforms import functional as vision
+from torchvision.transforms.v2 import RandomResizedCrop
+
+from peerbayes import noise
+from peerbayes.data import AUGMENTATIONS, augment, to_unit
+from peerbayes.data.augmentation import _boxes, crop, flip, reflect_crop, resized_crop, rotate
+from peerbayes.errors import InputError
+
+ADDRESS = noise.Address(7, "data", "augment", 3)
+
+
+def numbered(count, channels, height, width):
+    """Images in which every pixel of an image is different and none is zero."""
+    values = torch.arange(1, count * channels * height * width + 1)
+    return values.view(count, channels, height, width)
+
+
+def smooth(count, side):
+    grid = torch.linspace(0, 3, side)
+    wave = torch.sin(grid[:, None] * 1.3 + 0.4) * torch.cos(grid[None, :] * 0.9) * 0.4 + 0.5
+    return torch.stack([wave * (0.5 + 0.5 * (i + 1) / count) for i in range(count)])[:, None]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 5),
+    height=st.integers(6, 12),
+    width=st.integers(6, 12),
+    padding=st.integers(0, 4),
+    reflect=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_crop_is_one_window_of_the_padded_image(count, height, width, padding, reflect, seed):
+    images = numbered(count, 2, height, width)
+    cut = (reflect_crop if reflect else crop)(images, noise.Address(seed), padding)
+    mode = "reflect" if reflect else "constant"
+    pads = ((0, 0), (0, 0), (padding, padding), (padding, padding))
+    padded = np.pad(images.numpy(), pads, mode=mode)
+    for image, result in zip(padded, cut.numpy()):
+        windows = [
+            image[:, top : top + height, left : left + width]
+            for top in range(2 * padding + 1)
+            for left in range(2 * padding + 1)
+        ]
+        assert any(np.array_equal(window, result) for window in windows)
+
+
+def test_crop_offsets_are_uniform_and_independent_in_both_directions():
+    images = numbered(1, 1, 32, 32).expand(20000, 1, 32, 32)
+    middle = crop(images, ADDRESS)[:, 0, 16, 16] - 1
+    rows, columns = middle // 32 - 12, middle % 32 - 12
+    table = torch.bincount(rows * 9 + columns, minlength=81)
+    assert table.numel() == 81
+    assert scipy.stats.chisquare(table.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("side", "padding"), [(32, 4), (28, 4), (27, 3), (16, 2), (8, 1), (5, 1)])
+def test_default_padding_follows_the_size(side, padding):
+    images = numbered(1, 1, side, side).expand(500, 1, side, side)
+    blank_rows = (crop(images, ADDRESS) == 0).all(dim=3).sum(dim=2)
+    assert int(blank_rows.max()) == padding
+
+
+def test_flip_mirrors_half_of_the_images_exactly():
+    images = numbered(1, 2, 3, 5).expand(20000, 2, 3, 5)
+    result = flip(images, ADDRESS)
+    same = (result == images).flatten(1).all(dim=1)
+    mirrored = (result == torch.from_numpy(images.numpy()[..., ::-1].copy())).flatten(1).all(dim=1)
+    assert bool((same ^ mirrored).all())
+    assert scipy.stats.binomtest(int(mirrored.sum()), 20000, 0.5).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float32, torch.bfloat16])
+def test_pixel_moves_keep_the_dtype_and_the_values(dtype):
+    images = (numbered(6, 1, 8, 8) % 7).to(dtype)
+    moved = augment(images, ["crop", "flip"], ADDRESS)
+    reference = augment(images.double(), ["crop", "flip"], ADDRESS)
+    assert moved.dtype == dtype
+    assert torch.equal(moved.double(), reference)
+
+
+def angles(count, degrees):
+    return (noise.uniform(ADDRESS, count) * 2 - 1) * degrees
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (24, 18)])
+def test_rotation_agrees_with_torchvision(shape):
+    images = smooth(12, 24)[..., : shape[1]]
+    result = rotate(images, ADDRESS)
+    for image, rotated, angle in zip(images, result, angles(12, 15.0)):
+        expected = vision.rotate(image, float(angle), vision.InterpolationMode.BILINEAR)
+        inner = (slice(None), slice(5, -5), slice(5, -5))
+        torch.testing.assert_close(rotated[inner], expected[inner], atol=1e-4, rtol=0)
+
+
+def test_rotation_agrees_with_scipy_and_fills_with_zeros():
+    image = smooth(1, 24)
+    rotated = rotate(image, ADDRESS, degrees=90.0)[0, 0].numpy()
+    angle = float(angles(1, 90.0))
+    expected = scipy.ndimage.rotate(image[0, 0].numpy(), angle, reshape=False, order=1)
+    where = scipy.ndimage.rotate(np.ones((24, 24)), angle, reshape=False, order=0)
+    inside = scipy.ndimage.binary_erosion(where > 0.5, iterations=2)
+    outside = ~scipy.ndimage.binary_dilation(where > 0.5, iterations=2)
+    assert abs(angle) > 10
+    assert outside.any()
+    np.testing.assert_allclose(rotated[inside], expected[inside], atol=1e-4)
+    assert (rotated[outside] == 0).all()
+
+
+def test_rotation_angles_are_uniform_up_to_fifteen_degrees():
+    count = 2000
+    pair = torch.zeros(count, 1, 65, 65)
+    pair[:, :, 32, 57:60] = 1.0  # a short bar far from the centre shows the angle
+    rotated = rotate(pair, ADDRESS)[:, 0]
+    y, x = torch.meshgrid(torch.arange(65.0) - 32, torch.arange(65.0) - 32, indexing="ij")
+    weight = rotated.sum((1, 2))
+    found = torch.atan2((rotated * y).sum((1, 2)) / weight, (rotated * x).sum((1, 2)) / weight)
+    degrees = torch.rad2deg(found).numpy()
+    assert scipy.stats.kstest(degrees, "uniform", args=(-15, 30)).pvalue > 1e-3
+
+
+def test_resized_crop_agrees_with_torchvision_box_by_box():
+    images = torch.rand(30, 3, 20, 26, generator=torch.Generator().manual_seed(0))
+    result = resized_crop(images, ADDRESS)
+    boxes = _boxes(ADDRESS, 30, 20, 26, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
+    for image, cut, *box in zip(images, result, *(b.int().tolist() for b in boxes)):
+        top, left, tall, wide = box
+        expected = vision.resized_crop(image, top, left, tall, wide, [20, 26], antialias=False)
+        torch.testing.assert_close(cut, expected, atol=2e-5, rtol=0)
+
+
+def test_resized_crop_boxes_have_the_law_of_torchvision():
+    count, height, width = 3000, 200, 240
+    ours = _boxes(ADDRESS, count, height, width, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        op, blank = RandomResizedCrop(32), torch.zeros(1, height, width)
+        drawn = [op.make_params([blank]) for _ in range(count)]
+    for mine, key in zip(ours, ("top", "left", "height", "width")):
+        theirs = [params[key] for params in drawn]
+        assert scipy.stats.ks_2samp(mine.numpy(), theirs).pvalue > 1e-3, key
+    top, left, tall, wide = ours
+    assert bool(((top >= 0) & (left >= 0) & (top + tall <= height) & (left + wide <= width)).all())
+
+
+def test_resized_crop_falls_back_to_the_whole_image_and_takes_a_size():
+    images = torch.rand(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(resized_crop(images, ADDRESS, ratio=(50.0, 60.0), scale=(0.9, 1.0)), images)
+    half = resized_crop(images, ADDRESS, ratio=(50.0, 60.0), scale=(0.9, 1.0), size=8)
+    torch.testing.assert_close(half, torch.nn.functional.avg_pool2d(images, 2))
+
+
+@pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
+def test_same_address_same_images_and_another_differs(name):
+    images = (torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 255).to(torch.uint8)
+    first = augment(images, [name], ADDRESS)
+    assert first.dtype == torch.uint8
+    assert torch.equal(first, augment(images, [name], ADDRESS.at(torch.tensor(3))))
+    assert not torch.equal(first, augment(images, [name], ADDRESS.at(4)))
+    assert not torch.equal(first, augment(images, [name], noise.Address(8, "data", "augment", 3)))
+    # An image's numbers do not depend on how many come with it.
+    assert torch.equal(first[:5], augment(images[:5], [name], ADDRESS))
+
+
+@pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
+def test_no_value_is_read_back_to_the_host(name):
+    # A tensor on the meta device has no values: any read would raise.
+    images = torch.empty(4, 3, 32, 32, device="meta", dtype=torch.uint8)
+    number = torch.zeros((), dtype=torch.int64, device="meta")
+    assert augment(images, [name], ADDRESS.at(number)).shape == images.shape
+
+
+def test_each_augmentation_has_its_own_noise():
+    images = numbered(8, 1, 32, 32)
+    expected = flip(crop(images, ADDRESS.sub("crop")), ADDRESS.sub("flip"))
+    assert torch.equal(augment(images, ("crop", "flip"), ADDRESS), expected)
+    assert torch.equal(augment(images, (), ADDRESS), images)
+
+
+def test_uint8_results_are_the_rounded_float_results():
+    images = (torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(2)) * 255).to(torch.uint8)
+    for name in ("rotate", "resized_crop"):
+        exact = augment(images.float(), [name], ADDRESS)
+        assert torch.equal(augment(images, [name], ADDRESS).float(), exact.round())
+
+
+def test_to_unit():
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    expected = np.arange(256, dtype=np.float32) / np.float32(255)
+    np.testing.assert_array_equal(to_unit(images).flatten().numpy(), expected)
+    floats = torch.rand(2, 1, 3, 3)
+    assert to_unit(floats) is floats
+
+
+def test_bad_names_and_sizes_are_told():
+    images = torch.zeros(1, 1, 8, 8)
+    with pytest.raises(InputError, match="unknown augmentation 'flop'; did you mean 'flip'"):
+        augment(images, ["crop", "flop"], ADDRESS)
+    with pytest.raises(InputError, match="padding 8 needs images larger"):
+        reflect_crop(images, ADDRESS, padding=8)

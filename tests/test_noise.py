@@ -1,0 +1,187 @@
+"""The noise is what it claims to be: normal, uniform, independent between addresses, and never another meaning."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from peerbayes.errors import InputError
+from peerbayes.noise import Address, bits, integers, normal, permutation, uniform
+
+COUNT = 100_000
+HERE = Address(seed=7, owner="peer-1", stream="step", number=123)
+NEIGHBOURS = {
+    "number": HERE.at(124),
+    "seed": Address(8, "peer-1", "step", 123),
+    "owner": Address(7, "peer-2", "step", 123),
+    "stream": Address(7, "peer-1", "draw", 123),
+    "sub": HERE.sub("mask"),
+}
+
+
+def splitmix(address: Address, index: int) -> int:
+    """The documented formula in Python integers, as a signed 64-bit number."""
+    mask, gamma = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    text = f"{address.seed}\0{address.owner}\0{address.stream}".encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    z = mix((mix((key + address.number * gamma) & mask) + index * gamma) & mask)
+    return z - (1 << 64) if z >> 63 else z
+
+
+def test_golden_values_pin_the_meaning_of_an_address():
+    assert bits(HERE, 4).tolist() == [
+        -2459508342071916134,
+        -8327330564677956956,
+        6947633008239318513,
+        8766369074627473244,
+    ]
+    assert bits(HERE.sub("mask"), 1).tolist() == [1085552507222062989]
+    assert permutation(HERE, 8).tolist() == [4, 1, 5, 0, 7, 6, 2, 3]
+    assert integers(HERE, 1000, 5).tolist() == [866, 548, 376, 475, 533]
+    expected = torch.tensor([-0.33229437, -0.28923115, -0.41925520, -1.05698133])
+    torch.testing.assert_close(normal(HERE, 4), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(uniform(HERE, 3), torch.tensor([0.86666983, 0.54857451, 0.37663192]))
+
+
+@pytest.mark.parametrize("address", [HERE, HERE.at(0), HERE.at(-5), HERE.at(2**62), *NEIGHBOURS.values()])
+def test_bits_follow_the_documented_formula(address):
+    assert bits(address, 20).tolist() == [splitmix(address, index) for index in range(20)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 123, 2**40, -1])
+def test_integer_and_tensor_numbers_agree_exactly(number):
+    for tensor in (torch.tensor(number), torch.tensor([number])):
+        assert torch.equal(bits(HERE.at(number), 100), bits(HERE.at(tensor), 100))
+        assert torch.equal(normal(HERE.at(number), 101), normal(HERE.at(tensor), 101))
+        assert tensor.item() == number  # the caller's counter is left alone
+
+
+def test_a_tensor_number_decides_the_device():
+    number = torch.zeros((), dtype=torch.int64, device="meta")
+    assert bits(HERE.at(number), 3).device.type == "meta"
+    assert bits(HERE.at(torch.tensor(123)), 3, device="meta").device.type == "meta"
+
+
+def test_moments_of_the_normal():
+    # Standard errors of mean, variance, skewness and kurtosis of n normal numbers; five of them are allowed.
+    x = normal(HERE, 10 * COUNT).double().numpy()
+    n = len(x)
+    assert abs(x.mean()) < 5 / math.sqrt(n)
+    assert abs(x.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs(stats.skew(x)) < 5 * math.sqrt(6 / n)
+    assert abs(stats.kurtosis(x)) < 5 * math.sqrt(24 / n)
+
+
+def test_normal_matches_scipy_including_tails():
+    x = normal(HERE, 10 * COUNT).double().numpy()
+    assert stats.kstest(x, "norm").pvalue > 1e-3
+    for bound in (2.0, 3.0, 4.0):
+        expected = 2 * stats.norm.sf(bound) * len(x)
+        assert abs((np.abs(x) > bound).sum() - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_normal_of_any_count(count):
+    x = normal(HERE, count)
+    assert x.shape == (count,)
+    assert len(set(x.tolist())) == count
+
+
+def test_the_two_numbers_of_one_pattern_are_independent():
+    # Box-Muller pairs share their radius: their squares would betray a wrong angle or radius.
+    x = normal(HERE, 2 * COUNT).double().numpy()
+    first, second = x[:COUNT], x[COUNT:]
+    for a, b in ((first, second), (first**2, second**2), (first, second**2), (np.abs(first), np.abs(second))):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(COUNT)
+
+
+def test_uniform_matches_scipy_and_excludes_the_ends():
+    x = uniform(HERE, 10 * COUNT)
+    assert x.dtype == torch.float32
+    assert stats.kstest(x.double().numpy(), "uniform").pvalue > 1e-3
+    assert x.min() > 0
+    assert x.max() < 1
+    assert abs(x.double().mean() - 0.5) < 5 * math.sqrt(1 / 12 / len(x))
+    assert abs(x.double().var() - 1 / 12) < 5 * math.sqrt(1 / 180 / len(x))
+
+
+@pytest.mark.parametrize("what", NEIGHBOURS)
+@pytest.mark.parametrize("make", [normal, uniform])
+def test_neighbouring_addresses_are_uncorrelated(make, what):
+    here, there = (make(a, COUNT).double().numpy() for a in (HERE, NEIGHBOURS[what]))
+    for shift in (0, 1, 17):
+        a, b = here[shift:], there[: COUNT - shift]
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(len(a))
+        assert abs(np.corrcoef(a**2, b**2)[0, 1]) < 5 / math.sqrt(len(a))
+
+
+def test_one_element_over_consecutive_numbers_is_uniform_and_uncorrelated():
+    # What one weight sees during training: element 5 at steps 0, 1, 2, ...
+    x = np.array([uniform(HERE.at(step), 6)[5].item() for step in range(5_000)])
+    assert stats.kstest(x, "uniform").pvalue > 1e-3
+    for lag in (1, 2, 3):
+        assert abs(np.corrcoef(x[lag:], x[:-lag])[0, 1]) < 5 / math.sqrt(len(x))
+
+
+def test_every_bit_is_fair():
+    z = bits(HERE, COUNT)
+    ones = torch.stack([(z >> position & 1).sum() for position in range(64)]).double()
+    assert (ones - COUNT / 2).abs().max() < 5 * math.sqrt(COUNT / 4)
+
+
+def test_no_collisions_over_many_addresses():
+    # 64-bit patterns: 2 million of them collide with probability 1e-7 if they are random.
+    addresses = [
+        Address(seed, owner, stream, number)
+        for seed in range(5)
+        for owner in ("peer-0", "peer-1", "data", "")
+        for stream in ("step", "draw", "order", "step/mask", "")
+        for number in range(-5, 15)
+    ]
+    everything = torch.cat([bits(address, 1_000) for address in addresses])
+    assert everything.unique().numel() == everything.numel() == 2_000_000
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 1_000])
+def test_permutation_is_a_permutation(count):
+    assert permutation(HERE, count).sort().values.tolist() == list(range(count))
+
+
+def test_permutation_is_uniform_over_positions_and_orders():
+    orders = torch.stack([permutation(HERE.at(epoch), 6) for epoch in range(6_000)])
+    for position in range(6):
+        assert stats.chisquare(orders[:, position].bincount(minlength=6).numpy()).pvalue > 1e-3
+    codes = orders[:, :3] @ torch.tensor([36, 6, 1])
+    counts = codes.unique(return_counts=True)[1].numpy()
+    assert len(counts) == 6 * 5 * 4
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("high", [1, 2, 10, 1_000])
+def test_integers_are_in_range_and_uniform(high):
+    counts = integers(HERE, high, COUNT).bincount(minlength=high)
+    assert len(counts) == high
+    if high > 1:
+        assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+def test_integers_up_to_the_largest_range():
+    x = integers(HERE, 2**31, COUNT)
+    assert x.min() >= 0
+    assert x.max() < 2**31
+    assert stats.kstest(x.double().numpy() / 2**31, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("high", [0, -3, 2**31 + 1])
+def test_integers_reject_an_impossible_range(high):
+    with pytest.raises(InputError, match=f"high is {high}: expected 1 to"):
+        integers(HERE, high, 4)
