@@ -528,6 +528,12 @@ def test_kernel_gradient(kernel, bandwidth):
     assert torch.autograd.gradcheck(both, logits(5, 3, seed=2).requires_grad_())
 
 
+def test_rbf_kernel_far_from_the_origin_keeps_its_digits():
+    features = (logits(9, 5, dtype=torch.float32) * 64).round() / 64  # so that the shift itself is exact
+    far = kernel_log_conditional(features + 4096, "rbf", 1.0)
+    torch.testing.assert_close(far, kernel_log_conditional(features, "rbf", 1.0), rtol=1e-3, atol=1e-3)
+
+
 def test_the_median_is_detached():
     features = logits(6, 3).requires_grad_()
     target = kernel_log_conditional(logits(6, 3, seed=1))

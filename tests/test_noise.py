@@ -57,6 +57,11 @@ def test_bits_follow_the_documented_formula(address):
     assert bits(address, 20).tolist() == [splitmix(address, index) for index in range(20)]
 
 
+def test_uniform_takes_the_middle_of_the_top_23_bits():
+    expected = [((splitmix(HERE, index) % 2**64 >> 41) + 0.5) * 2.0**-23 for index in range(20)]
+    assert uniform(HERE, 20).tolist() == expected
+
+
 @pytest.mark.parametrize("number", [0, 1, 123, 2**40, -1])
 def test_integer_and_tensor_numbers_agree_exactly(number):
     for tensor in (torch.tensor(number), torch.tensor([number])):

@@ -273,7 +273,7 @@ def _pair(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         )
     _check_broadcast(log_p=log_p, log_q=log_q)
     dtype = torch.promote_types(_at_least_float32(log_p).dtype, _at_least_float32(log_q).dtype)
-    log_p, log_q = torch.broadcast_tensors(log_p.to(dtype), log_q.to(dtype))  # type: ignore[no-untyped-call]
+    log_p, log_q = torch.broadcast_tensors(log_p.to(dtype), log_q.to(dtype))
     return log_p, log_q
 
 

@@ -1,7 +1,7 @@
 """The one training loop: a cohort of any size, stage by stage, step by step.
 
-Everything random is a function of (seed, owner, step), so the state of a run is its weights, the optimisers' moments and
-the step number. A resumed run continues exactly.
+Everything random is a function of (seed, owner, step), so the state of a run is its weights, the optimisers' moments
+and the step number. A resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -359,8 +359,8 @@ class Learner:
                     logits, features = posterior.forward_features(batch, weights, self._layers[number])
                 if logits.dim() != 2 or logits.shape[1] != self.data.classes:
                     raise InputError(
-                        f"the network of peer '{name}' returns shape {tuple(logits.shape)} for {len(batch)} images, expected "
-                        f"({len(batch)}, {self.data.classes}): {self.data.name} has {self.data.classes} classes"
+                        f"the network of peer '{name}' returns shape {tuple(logits.shape)}, expected "
+                        f"{(len(batch), self.data.classes)}: {self.data.name} has {self.data.classes} classes"
                     )
                 outputs[name] = terms.Output(posterior, weights, logits, features)
             found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.batch_size, 0.0)

@@ -64,7 +64,7 @@ class MeanField(Strict):
 
 
 class Peer(Strict):
-    """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a safetensors file."""
+    """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str

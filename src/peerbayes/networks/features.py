@@ -12,7 +12,7 @@ from peerbayes.errors import InputError, nearest
 
 
 def find_layer(network: nn.Module, name: str) -> nn.Module:
-    """Return the submodule called ``name``; a unique ending of a longer name will do (``layer2`` for ``network.layer2``).
+    """Return the submodule called ``name``; a unique ending will do (``layer2`` for ``network.layer2``).
 
     Raises:
         InputError: no submodule, or more than one, has that name.

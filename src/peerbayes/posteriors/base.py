@@ -168,7 +168,7 @@ class Posterior(nn.Module):
         return plain
 
     def state(self) -> dict[str, Tensor]:
-        """Return every tensor under the network's own names: ``mean/a.weight``, ``rest/bn.bias``, ``network/bn.running_var``."""
+        """Return every tensor by its place and the network's own name: ``mean/a.weight``, ``rest/bn.bias``."""
         tensors = {
             f"{part}/{name}": view
             for part, flat in self.flat_tensors().items()

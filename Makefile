@@ -1,0 +1,32 @@
+# The two commands: `make demo` and `make test`. Both set up what they need in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/peerbayes demo
+
+test: lint
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python benchmarks/cpu.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("peerbayes needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[zoo,test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
