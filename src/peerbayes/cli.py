@@ -66,14 +66,19 @@ def demo(
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show this one instead of the list.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one, complete with its defaults."""
     from peerbayes.learning import load_recipe, packaged
 
-    if name is not None:
-        recipe = load_recipe(name)
+    words = [word for word in words or [] if word not in ("list", "show")]
+    if len(words) > 1:
+        raise InputError(f"recipes: expected 'list' or 'show NAME', got {len(words)} names")
+    if words:
+        recipe = load_recipe(words[0])
         typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
     found = {key: load_recipe(key) for key in packaged()}

@@ -229,7 +229,7 @@ class Learner:
             if seen + 1 == (1 if share == 0 else 2):
                 self.reporter.warn(
                     f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "
-                    f"{share:.0e} and its value {float(by_term[term]):.3g}; change its scale or weight, or drop it"
+                    f"{share:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, or drop it"
                 )
                 self.position.inert[key] = 10**9
 
@@ -240,7 +240,7 @@ class Learner:
         for peer, by_term in values.items():
             for term, value in by_term.items():
                 if not bool(value.isfinite()):
-                    self._fail(term, peer, float(value))
+                    self._fail(term, peer, float(value.detach()))
 
     def _fail(self, term: str, peer: str, value: float) -> None:
         where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"

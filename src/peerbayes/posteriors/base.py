@@ -26,11 +26,14 @@ Reduction = Literal["sum", "layer_mean"]
 
 
 class Weights(dict[str, Tensor]):
-    """One draw: every parameter of the network by name, and the flat tensor that the Bayesian ones are views of."""
+    """One draw: every parameter of the network by name, the flat tensor that the Bayesian ones are views of, and the
+    standard deviations it was drawn with, so that terms need not work them out again.
+    """
 
-    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, std: Tensor | None = None) -> None:
         super().__init__(tensors)
         self.flat = flat
+        self.std = std
 
 
 def conv_and_linear(_name: str, module: nn.Module) -> bool:
@@ -128,11 +131,11 @@ class Posterior(nn.Module):
         """Return the mean weights."""
         return self.weights(self.mean)
 
-    def weights(self, flat: Tensor) -> Weights:
+    def weights(self, flat: Tensor, std: Tensor | None = None) -> Weights:
         """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,)."""
         tensors = self.layout.views(flat) | self.rest_layout.views(self.rest)
         tensors |= {alias: tensors[name] for alias, name in self._aliases.items()}
-        return Weights(tensors, flat)
+        return Weights(tensors, flat, std)
 
     def forward(self, inputs: Tensor, weights: Weights | None = None) -> Tensor:
         """Return logits (B, C) of one draw (the mean weights by default); images in [0, 1] or uint8."""

@@ -78,7 +78,8 @@ class MeanField(Posterior):
         noise = normal(address, self.layout.size, self.mean.device)
         if self.noise == "radial":
             noise = self._radial(noise, address)
-        return self.weights(torch.addcmul(self.mean, self.std, noise))
+        std = self.std
+        return self.weights(torch.addcmul(self.mean, std, noise), std)
 
     def _radial(self, direction: Tensor, address: Address) -> Tensor:
         radius = normal(address.sub("radius"), len(self.layout.sizes), direction.device)
@@ -92,12 +93,13 @@ class MeanField(Posterior):
         Gaussian: log(s/σ) + (σ² + (μ − m)²) / (2 s²) − ½. Radial has no closed form: −log σ − log p(w) at the
         given draw w, which is the KL up to a constant that depends on the size of each tensor alone.
         """
+        std = self.std if weights is None or weights.std is None else weights.std
         if self.noise == "gaussian":
-            return gaussian_kl(self.mean, self.std, self.anchor, self.prior_std)
+            return gaussian_kl(self.mean, std, self.anchor, self.prior_std)
         if weights is None:
             raise InputError("the KL of radial noise is estimated from a draw: pass weights=posterior.draw(address)")
         scaled = (weights.flat - self.anchor) / self.prior_std
-        return 0.5 * scaled.square() + (math.log(self.prior_std) + 0.5 * math.log(2 * math.pi)) - self.std.log()
+        return 0.5 * scaled.square() + (math.log(self.prior_std) + 0.5 * math.log(2 * math.pi)) - std.log()
 
     def flat_tensors(self) -> dict[str, Tensor]:
         """Return means, ρ and, with an anchored prior, its means."""

@@ -46,8 +46,9 @@ class Term:
     def value(self, batch: Batch, peer: str, options: Mapping[str, Any]) -> Tensor:
         """Return the term's scalar for one peer."""
         value = self.function(Step(batch, peer, self.name), peer, **options)
-        if value.dim():
-            raise InputError(f"term '{self.name}' returned shape {tuple(value.shape)}, expected a scalar")
+        if not isinstance(value, Tensor) or value.dim():
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"term '{self.name}' returned {found}, expected a scalar")
         return value
 
 

@@ -101,7 +101,8 @@ class Step:
 
     def std(self, peer: str) -> Tensor:
         """Return the standard deviations of the Bayesian weights, flat (size,)."""
-        return self._guard(peer, self._batch.outputs[peer].posterior.std)
+        output = self._batch.outputs[peer]
+        return self._guard(peer, output.posterior.std if output.weights.std is None else output.weights.std)
 
     def kl(self, peer: str, reduction: Reduction = "sum") -> Tensor:
         """Return KL(posterior ‖ prior), reduced as `Posterior.kl` says. A scalar."""
@@ -127,7 +128,12 @@ class Step:
                 )
 
     def module(self, peer: str) -> nn.Module:
-        """Return this term's trainable helper for a peer."""
+        """Return this term's trainable helper for its own peer; what others made with theirs comes by `derived`."""
+        if peer != self._owner:  # a module cannot be handed out detached
+            raise InputError(
+                f"term '{self._term}' of peer '{self._owner}' asked for the helper of peer '{peer}'; "
+                "use step.derived for what that peer makes with it"
+            )
         return self._batch.modules[self._term, peer]
 
     def derived(self, peer: str, key: str, make: Callable[[Step], Tensor]) -> Tensor:

@@ -1,0 +1,362 @@
+"""Predictions against averages by hand, and settled classes against exactly known ones."""
+
+import gc
+import math
+
+import pytest
+import torch
+from scipy import special, stats
+from torch import nn
+
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField, Point
+from peerbayes.posteriors.prediction import _Referee
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.linear(self.drop(torch.relu(self.norm(self.conv(x))).flatten(1)))
+
+
+def posterior(rho=-0.5, **options):
+    torch.manual_seed(0)
+    return MeanField(Net(), rho=rho, **options)
+
+
+def images(count=7):
+    return torch.rand(count, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def table(means, rho):
+    """A posterior whose image i (a one-hot row) has independent Gaussian logits with means[i] in every draw."""
+    network = nn.Linear(len(means), means.shape[1], bias=False)
+    found = MeanField(network)
+    with torch.no_grad():
+        found.layout.views(found.mean)["weight"].copy_(means.T)
+        found.rho.fill_(rho)
+    return found, torch.eye(len(means))
+
+
+def draws_by_hand(found, x, count, seed=0, name="peer"):
+    """Log-probabilities (S, N, C) in double precision from the addresses that the documentation states."""
+    found.eval()
+    with torch.no_grad():
+        logits = [found(x, found.draw(Address(seed, name, "draw", number))) for number in range(count)]
+    return torch.stack(logits).double().log_softmax(-1)
+
+
+# ---- the average --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "radial"])
+def test_probabilities_are_averaged_over_the_stated_addresses(noise):
+    found = posterior(rho=2.0, noise=noise)
+    by_hand = draws_by_hand(found, images(), 6, seed=5, name="left")
+    p = found.predict(images(), draws=6, seed=5, name="left")
+    torch.testing.assert_close(p.probabilities.double(), by_hand.exp().mean(0), rtol=1e-5, atol=1e-7)
+    of_logits = by_hand.mean(0).softmax(-1)
+    assert (p.probabilities - of_logits).abs().max() > 0.01
+    assert torch.equal(p.classes, by_hand.exp().mean(0).argmax(-1))
+    assert p.draws.tolist() == [6] * 7
+
+
+def test_other_seeds_and_names_are_other_draws():
+    found = posterior()
+    p = [found.predict(images(), 3, **o).probabilities for o in ({}, {"seed": 1}, {"name": "other"})]
+    assert torch.equal(p[0], found.predict(images(), 3).probabilities)
+    assert not torch.allclose(p[0], p[1])
+    assert not torch.allclose(p[0], p[2])
+
+
+def test_the_average_is_exact_at_extreme_logits():
+    means = torch.tensor([[3e4, 0.0, -3e4], [0.0, 1e4, 1e4], [-200.0, 0.0, 100.0]])
+    found, x = table(means, rho=50.0)
+    by_hand = special.logsumexp(draws_by_hand(found, x, 8).numpy(), axis=0) - math.log(8)
+    p = found.predict(x, draws=8)
+    assert p.log_probabilities.isfinite().all()
+    assert p.log_probabilities.min() < -1e4
+    torch.testing.assert_close(p.log_probabilities.double(), torch.from_numpy(by_hand), rtol=1e-5, atol=1e-5)
+    assert (p.entropy >= 0).all()
+    assert p.disagreement.isfinite().all()
+
+
+def test_entropies_agree_with_scipy():
+    found = posterior(rho=1.0)
+    by_hand = draws_by_hand(found, images(), 9).exp().numpy()
+    p = found.predict(images(), draws=9)
+    total = stats.entropy(by_hand.mean(0), axis=-1)
+    expected = stats.entropy(by_hand, axis=-1).mean(0)
+    assert p.entropy.numpy() == pytest.approx(total, rel=1e-4)
+    assert p.expected_entropy.numpy() == pytest.approx(expected, rel=1e-4)
+    assert p.disagreement.numpy() == pytest.approx(total - expected, abs=1e-5)
+    assert p.disagreement.min() > 0.01
+
+
+def test_identical_draws_do_not_disagree():
+    for found in (Point(Net()), posterior(rho=-60.0)):
+        p = found.predict(images(), draws=20)
+        assert (p.disagreement >= 0).all()
+        assert p.disagreement.max() < 1e-5
+        assert p.entropy.min() > 0.1
+
+
+def test_a_point_needs_one_draw():
+    found = Point(Net())
+    p = found.predict(images(), draws=20)
+    assert p.draws.tolist() == [1] * 7
+    torch.testing.assert_close(p.log_probabilities, found.eval()(images()).log_softmax(-1).detach())
+
+
+def test_the_average_is_no_worse_than_the_draws_on_average():
+    found = posterior(rho=1.0)
+    by_hand = draws_by_hand(found, images(), 9)
+    p = found.predict(images(), draws=9)
+    for label in range(3):
+        assert (-p.log_probabilities[:, label] < -by_hand[:, :, label].mean(0)).all()
+
+
+# ---- what the result does not depend on ---------------------------------------------------------------------------
+
+
+def test_batch_size_order_and_company_do_not_matter():
+    found, x = posterior(), images(11)
+    whole = found.predict(x, draws=4)
+    for batch_size in (1, 2, 5, 11, 100):
+        part = found.predict(x, draws=4, batch_size=batch_size)
+        torch.testing.assert_close(part.log_probabilities, whole.log_probabilities, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(part.expected_entropy, whole.expected_entropy, rtol=1e-5, atol=1e-6)
+    order = torch.tensor([7, 3, 10, 0])
+    part = found.predict(x[order], draws=4)
+    torch.testing.assert_close(part.log_probabilities, whole.log_probabilities[order], rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_and_fractions_agree():
+    found = posterior()
+    raw = torch.randint(0, 256, (5, 1, 4, 4), dtype=torch.uint8)
+    a, b = found.predict(raw, draws=3), found.predict(raw.float() / 255, draws=3)
+    torch.testing.assert_close(a.log_probabilities, b.log_probabilities, rtol=0, atol=1e-6)
+    assert a.disagreement.min() > 0
+
+
+@pytest.mark.parametrize("state", ["train", "eval", "mixed"])
+def test_modes_statistics_and_gradients_are_untouched(state):
+    found = posterior().train(state == "train")
+    if state == "mixed":
+        found.train()
+        found.network.norm.eval()
+    modes = [module.training for module in found.modules()]
+    buffers = {name: tensor.clone() for name, tensor in found.named_buffers()}
+    reference = posterior().eval().predict(images(), draws=3)
+    p = found.predict(images(), draws=3)
+    assert torch.equal(p.log_probabilities, reference.log_probabilities)
+    assert [module.training for module in found.modules()] == modes
+    assert all(torch.equal(tensor, buffers[name]) for name, tensor in found.named_buffers())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in found.parameters())
+
+
+def test_a_network_given_in_evaluation_mode_stays_in_it():
+    torch.manual_seed(0)
+    found = MeanField(Net().eval())
+    found.predict(images(), draws=2)
+    assert not any(module.training for module in found.network.modules())
+
+
+def test_modes_are_restored_after_a_failure():
+    found = posterior().train()
+    with pytest.raises(RuntimeError):
+        found.predict(torch.rand(2, 3, 4, 4), draws=1)
+    assert all(module.training for module in found.modules())
+
+
+def test_predictions_can_be_used_in_later_gradients():
+    p = posterior().predict(images(), draws=2)
+    temperature = torch.ones((), requires_grad=True)
+    (p.log_probabilities / temperature).log_softmax(-1)[:, 0].sum().backward()
+    assert temperature.grad.isfinite()
+
+
+def live_bytes():
+    gc.collect()
+    return sum(t.nbytes for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+
+
+def test_memory_does_not_grow_with_the_number_of_draws(monkeypatch):
+    found, x = posterior(), images(200)
+    original, seen = found.draw, {}
+
+    def watched(address):
+        if address.number in (3, 63):
+            seen[address.number] = live_bytes()
+        return original(address)
+
+    monkeypatch.setattr(found, "draw", watched)
+    base = live_bytes()
+    found.predict(x, draws=64)
+    assert base < seen[3]
+    assert seen[63] <= seen[3]
+
+
+# ---- replay -------------------------------------------------------------------------------------------------------
+
+
+def test_replay_gives_the_weights_of_a_draw_again():
+    found = posterior()
+    p = found.predict(images(), draws=4, seed=9, name="left")
+    assert p.address == Address(9, "left", "draw")
+    by_hand = []
+    for number in range(4):
+        weights = p.replay(number)
+        again = found.draw(Address(9, "left", "draw", number))
+        assert all(torch.equal(weights[name], again[name]) for name in again)
+        with torch.no_grad():
+            by_hand.append(found.eval()(images(), weights).softmax(-1))
+    torch.testing.assert_close(torch.stack(by_hand).mean(0), p.probabilities)
+    assert not torch.equal(by_hand[0], by_hand[1])
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "message"),
+    [
+        (3, {"draws": 0}, "draws is 0"),
+        (0, {}, "no images"),
+        (3, {"settle": 0.0}, "settle is 0.0"),
+        (3, {"settle": 1.0}, "settle is 1.0"),
+        (3, {"settle": math.nan}, "settle is nan"),
+        (3, {"batch_size": 0}, "batch_size is 0"),
+    ],
+)
+def test_impossible_requests_are_one_clear_error(count, options, message):
+    with pytest.raises(InputError, match=message):
+        posterior().predict(images(count), **options)
+
+
+# ---- settling -----------------------------------------------------------------------------------------------------
+
+
+def test_settled_classes_are_wrong_no_more_often_than_stated():
+    # With equal scales, the class with the largest mean logit has the largest average probability, exactly.
+    count, level, most = 3000, 0.1, 300
+    means = 0.6 * torch.randn(count, 4, generator=torch.Generator().manual_seed(4))
+    found, x = table(means, rho=2.0)
+    found, x = _by_index(found, x)
+    p = found.predict(x, draws=most, settle=level)
+    wrong = p.classes != means.argmax(1)
+    stopped = p.draws < most
+    assert p.draws.max() <= most
+    assert p.draws.min() >= 2
+    assert 0.3 < stopped.float().mean() < 1
+    error = math.sqrt(level * (1 - level) / count)
+    assert (wrong & stopped).float().mean() <= level + 3 * error
+    few = found.predict(x, draws=5)
+    assert (few.classes != means.argmax(1)).float().mean() > 2 * level
+    # Large margins settle sooner than small ones.
+    top = means.sort(1, descending=True).values
+    assert stats.spearmanr((top[:, 0] - top[:, 1]).numpy(), p.draws.numpy()).statistic < -0.5
+
+
+class _Pick(nn.Module):
+    """Logits by image number: the table without a product with one-hot rows."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, index):
+        return self.weight.T[index]
+
+
+def _by_index(found, x):
+    network = _Pick(found.layout.views(found.mean.detach())["weight"].clone())
+    picked = MeanField(network, bayesian=lambda name, module: True)
+    with torch.no_grad():
+        picked.rho.copy_(found.rho)
+    return picked, torch.arange(len(x))
+
+
+def test_a_settled_prediction_is_the_average_of_its_own_draws():
+    means = torch.randn(30, 3, generator=torch.Generator().manual_seed(6))
+    found, x = table(means, rho=1.0)
+    p = found.predict(x, draws=60, settle=0.2, batch_size=7)
+    assert len(p.draws.unique()) > 3
+    by_hand = draws_by_hand(found, x, 60).exp()
+    for image, spent in enumerate(p.draws.tolist()):
+        expected = by_hand[:spent, image].mean(0)
+        torch.testing.assert_close(p.probabilities[image].double(), expected, rtol=1e-4, atol=1e-6)
+        entropy = stats.entropy(by_hand[:spent, image].numpy(), axis=-1).mean()
+        assert p.expected_entropy[image].item() == pytest.approx(entropy, rel=1e-3)
+
+
+def test_confident_images_stop_as_soon_as_the_bets_allow():
+    found, x = table(torch.tensor([[200.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), rho=-3.0)
+    p = found.predict(x, draws=40, settle=0.05)
+    # The first draw names the leader; then every stake wins its whole: mean (1 + λ)^n ≥ (π²/6) / level.
+    wins = next(n for n in range(99) if sum((1 + s) ** n for s in (0.1, 0.3, 0.6, 0.9)) / 4 >= math.pi**2 / 6 / 0.05)
+    assert p.draws[0].item() == 1 + wins
+    assert p.draws[1].item() == 40
+
+
+def simulate(referee_level, draws, count, make, seed=0):
+    """Run the referee on images with the draws that ``make`` gives; return who settled, and on which class."""
+    generator = torch.Generator().manual_seed(seed)
+    here, total, referee = torch.arange(count), None, None
+    settled = torch.full((count,), -1)
+    for _ in range(draws):
+        p = make(count, generator)
+        log_p = p.log()
+        total = log_p if total is None else torch.logaddexp(total, log_p)
+        referee = referee or _Referee(log_p, referee_level)
+        done = referee.settled(here, p, total) & (settled < 0)
+        settled = torch.where(done, total.argmax(1), settled)
+    return settled
+
+
+def tied_pair(count, generator):
+    """Classes 0 and 1 are equally probable on average, class 2 never is; every draw is nearly sure."""
+    first = (torch.rand(count, 1, generator=generator) < 0.5).float()
+    p = torch.cat([first, 1 - first, torch.zeros(count, 1)], 1)
+    return 0.98 * p + 0.02 / 3
+
+
+@pytest.mark.parametrize("level", [0.05, 0.3])
+def test_tied_classes_are_settled_no_more_often_than_stated(level):
+    count = 5000
+    settled = simulate(level, 300, count, tied_pair)
+    rate = (settled >= 0).float().mean().item()
+    assert rate <= level + 3 * math.sqrt(level * (1 - level) / count)
+    assert rate > level / 50
+
+
+def test_a_class_behind_by_a_little_is_rarely_settled():
+    count, level = 5000, 0.2
+
+    def make(count, generator):
+        noise = torch.randn(count, 3, generator=generator) * 3
+        return (noise + torch.tensor([0.0, 0.1, 0.1])).softmax(1)
+
+    settled = simulate(level, 200, count, make)
+    assert (settled == 0).float().mean() <= level + 3 * math.sqrt(level * (1 - level) / count)
+
+
+def test_capital_against_a_tied_rival_is_a_fair_game():
+    count, rounds = 40_000, 12
+    generator = torch.Generator().manual_seed(1)
+    start = torch.tensor([[0.0, -9.0, -9.0]]).expand(count, 3)
+    referee, here = _Referee(start, 1e-6), torch.arange(count)
+    lead = torch.tensor([[1e6, 1.0, 1.0]]).expand(count, 3)
+    referee.settled(here, start.exp(), lead)
+    for _ in range(rounds):
+        referee.settled(here, tied_pair(count, generator), lead)
+    capital = referee.capital.exp()
+    fair, won = capital[:, 1, :2].double(), capital[:, 2, :].double()
+    assert ((fair.mean(0) - 1).abs() <= 4 * fair.std(0) / math.sqrt(count)).all()
+    # Against the class that is never probable, the game is favourable: E capital = (1 + λ · 0.98 / 2)^rounds.
+    expected = (1 + referee.stakes.double() * 0.49) ** rounds
+    assert ((won.mean(0) / expected - 1).abs() < 0.15).all()
