@@ -1,13 +1,14 @@
 """Speed and memory of a Bayesian ResNet-20 on the CPU, beside bayesian-torch and torch-uncertainty.
 
-The same network (CIFAR shape, 100 classes, a Gaussian for every convolution and linear weight, prior N(0, 1), rho -3) is
-trained and asked for 10-draw predictions by three libraries in one process, in many short rounds that visit the libraries
-in turn, so that the machine's noise hits all alike. See README.md for what is and is not measured.
+Three libraries train the same network (CIFAR shape, 100 classes, a Gaussian for every convolution and linear weight,
+prior N(0, 1), rho -3) and make 10-draw predictions with it, in one process and in many short rounds that visit them in
+turn, so that the machine's noise hits all alike. README.md says what is measured and what is not.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import os
@@ -18,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +182,7 @@ def timed(action: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - started) * 1e3 / repeats
 
 
-def race(actions: dict[str, Callable[[], Any]], rounds: int, repeats: int, warm_up: int) -> dict[str, list[float]]:
+def race(actions: Mapping[str, Callable[[], Any]], rounds: int, repeats: int, warm_up: int) -> dict[str, list[float]]:
     """Time every action once a round, starting each round with another one. Returns milliseconds by name and round."""
     for action in actions.values():
         timed(action, warm_up)
@@ -195,7 +197,7 @@ def race(actions: dict[str, Callable[[], Any]], rounds: int, repeats: int, warm_
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     """Return medians in milliseconds, and our time over each other library's: median and quartiles over rounds."""
-    ratios = {}
+    ratios: dict[str, dict[str, Any]] = {}
     for name in times:
         if name != OURS:
             by_round = [ours / theirs for ours, theirs in zip(times[OURS], times[name], strict=True)]
@@ -217,7 +219,7 @@ def measure_time(batch: int, rounds: int, draws: int) -> dict[str, Any]:
         check(name, contender.predict(images, draws), batch)
     steps = {name: contender.step for name, contender in contenders.items()}
     training = race(steps, rounds, repeats=max(1, 128 // batch), warm_up=5)
-    predictions = {name: lambda c=contender: c.predict(images, draws) for name, contender in contenders.items()}
+    predictions = {name: partial(contender.predict, images, draws) for name, contender in contenders.items()}
     return {
         "training": summary(training),
         "prediction": summary(race(predictions, rounds, repeats=1, warm_up=2)),
@@ -250,6 +252,7 @@ def memory_in_this_process(request: str) -> float:
     name, kind, batch, steps = request.split(":")
     images, labels = random_batch(int(batch))
     BUILDERS[name](images[:2], labels[:2]).step()  # imports and one-off allocations of torch
+    gc.collect()
 
     def work() -> None:
         contender = BUILDERS[name](images, labels)

@@ -33,14 +33,32 @@ class Strict(BaseModel):
             raise InputError(f"{origin}: {_sentence(error)}") from None
 
 
-def _sentence(error: ValidationError) -> str:
+def nested(error: ValidationError, place: str) -> PydanticCustomError:
+    """Return the error that a validator raises for a table, at ``place``, that it validates by another schema."""
+    fault = _first_fault(error)
+    fault = {**fault, "loc": (place, *fault["loc"])}
+    return PydanticCustomError("nested", "{message}", {"message": str(fault["msg"]), "fault": fault})
+
+
+def _first_fault(error: ValidationError) -> dict[str, Any]:
+    faults: list[dict[str, Any]] = [{**fault} for fault in error.errors()]
+    for place, fault in enumerate(faults):
+        if fault["type"] == "nested":
+            inner = fault["ctx"]["fault"]
+            faults[place] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
     # Unknown keys first: a misspelt key often causes the other faults.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unknown_key")
-    fault = faults[0]
+    return min(faults, key=lambda fault: fault["type"] != "unknown_key")
+
+
+def _sentence(error: ValidationError) -> str:
+    fault = _first_fault(error)
     place = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "unknown_key":
         return f"{place} {fault['msg']}" if place else str(fault["msg"])
     if fault["type"] == "missing":
         return f"'{place}' is missing"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return f"{place}: {message[0].lower()}{message[1:]}, got {fault['input']!r}"
+    text = f"{place}: " * bool(place) + message[0].lower() + message[1:]
+    # Sentences of our own name what was given; a whole table would drown the message.
+    own = fault["type"] == "value_error" or isinstance(fault["input"], dict)
+    return text if own else f"{text}, got {fault['input']!r}"

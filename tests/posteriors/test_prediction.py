@@ -45,6 +45,24 @@ def table(means, rho):
     return found, torch.eye(len(means))
 
 
+class Pick(nn.Module):
+    """Logits by image number: the table without a product with one-hot rows."""
+
+    def __init__(self, means):
+        super().__init__()
+        self.means = nn.Parameter(means)
+
+    def forward(self, number):
+        return self.means[number]
+
+
+def numbered(means, rho):
+    found = MeanField(Pick(means), bayesian=lambda _name, _module: True)
+    with torch.no_grad():
+        found.rho.fill_(rho)
+    return found, torch.arange(len(means))
+
+
 def draws_by_hand(found, x, count, seed=0, name="peer"):
     """Log-probabilities (S, N, C) in double precision from the addresses that the documentation states."""
     found.eval()
@@ -243,10 +261,9 @@ def test_impossible_requests_are_one_clear_error(count, options, message):
 
 def test_settled_classes_are_wrong_no_more_often_than_stated():
     # With equal scales, the class with the largest mean logit has the largest average probability, exactly.
-    count, level, most = 3000, 0.1, 300
-    means = 0.6 * torch.randn(count, 4, generator=torch.Generator().manual_seed(4))
-    found, x = table(means, rho=2.0)
-    found, x = _by_index(found, x)
+    count, level, most = 3000, 0.1, 400
+    means = 0.8 * torch.randn(count, 4, generator=torch.Generator().manual_seed(4))
+    found, x = numbered(means, rho=2.0)
     p = found.predict(x, draws=most, settle=level)
     wrong = p.classes != means.argmax(1)
     stopped = p.draws < most
@@ -260,25 +277,6 @@ def test_settled_classes_are_wrong_no_more_often_than_stated():
     # Large margins settle sooner than small ones.
     top = means.sort(1, descending=True).values
     assert stats.spearmanr((top[:, 0] - top[:, 1]).numpy(), p.draws.numpy()).statistic < -0.5
-
-
-class _Pick(nn.Module):
-    """Logits by image number: the table without a product with one-hot rows."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, index):
-        return self.weight.T[index]
-
-
-def _by_index(found, x):
-    network = _Pick(found.layout.views(found.mean.detach())["weight"].clone())
-    picked = MeanField(network, bayesian=lambda name, module: True)
-    with torch.no_grad():
-        picked.rho.copy_(found.rho)
-    return picked, torch.arange(len(x))
 
 
 def test_a_settled_prediction_is_the_average_of_its_own_draws():

@@ -227,7 +227,7 @@ def test_a_posterior_of_another_network_changes_nothing(tmp_path):
     posterior = trained("gaussian")
     before = snapshot(posterior)
     for spoil in ("missing", "extra", "shape", "nan"):
-        state = {**snapshot(posterior), "mean/linear.weight": torch.zeros(4, 4)}
+        state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
         last = list(state)[-1]
         if spoil == "missing":
             del state[last]
@@ -261,7 +261,7 @@ def sources(folder):
         "half precision": {n: t.half() if t.is_floating_point() else t for n, t in network.state_dict().items()},
         "point": Point(network),
         "posterior": MeanField(network, noise="radial"),
-        "other choice": MeanField(network, bayesian=lambda name, module: name.startswith("norm")),
+        "other choice": MeanField(network, bayesian=lambda name, _module: name.startswith("norm")),
         "plain file": folder / "plain.safetensors",
         "file without the tied name": folder / "once.safetensors",
         "file under the tied name": str(folder / "alias.safetensors"),

@@ -229,7 +229,8 @@ class Learner:
             if seen + 1 == (1 if share == 0 else 2):
                 self.reporter.warn(
                     f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "
-                    f"{share:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, or drop it"
+                    f"{share:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, or "
+                    "drop it"
                 )
                 self.position.inert[key] = 10**9
 

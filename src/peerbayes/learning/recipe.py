@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from peerbayes import terms
 from peerbayes.data import AUGMENTATIONS
 from peerbayes.errors import InputError, nearest
-from peerbayes.schema import Strict
+from peerbayes.schema import Strict, nested
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -105,11 +104,13 @@ class Stage(Strict):
     def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not given:
             raise ValueError("a stage needs at least one term")
-        try:
-            return {name: terms.find(name).schema.parse(given[name], name).model_dump() for name in given}
-        except InputError as error:
-            # The sentence already names the term and the key.
-            raise PydanticCustomError("unknown_key", "{text}", {"text": f"- {error}"}) from None
+        found = {}
+        for name, options in given.items():
+            try:
+                found[name] = terms.find(name).schema.model_validate(options).model_dump()
+            except ValidationError as error:
+                raise nested(error, name) from None
+        return found
 
 
 class Evaluation(Strict):

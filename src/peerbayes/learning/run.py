@@ -245,7 +245,7 @@ def _source(
         folder = folder.with_name(
             f"{folder.name}-{hashlib.blake2b(fitted.to_toml().encode(), digest_size=4).hexdigest()}"
         )
-    if not (folder / "run.json").is_file() or not Run(folder).finished:
+    if not (folder / "recipe.toml").is_file() or not Run(folder).finished:
         if reporter is not None:
             reporter.headline(f"{source}: training it first, into {folder}")
         train(fitted, folder, seed=seed, resume=folder.exists(), device=device, root=root, reporter=reporter)
@@ -287,9 +287,12 @@ def _train(
         learner.restore(tensors, about)
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
-        _write_text(folder / "recipe.toml", recipe.to_toml())
+        for stale in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
         about = {"seed": seed, "finished": False, "inputs": network_inputs(loaded).__dict__, **environment(device)}
         _write_text(folder / "run.json", json.dumps(about, indent=1))
+        # The recipe comes last: a folder that has one has the rest.
+        _write_text(folder / "recipe.toml", recipe.to_toml())
         log = _MetricsLog(folder / "metrics.jsonl", learner.position.step)
         learner._save = lambda t, a: (checkpoints.write(folder, learner.position.step, t, a), None)[1]
         learner._log = log.write

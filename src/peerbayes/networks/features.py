@@ -41,7 +41,8 @@ def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Ten
 
         return hook
 
-    handles = [find_layer(network, layer).register_forward_hook(keep(layer)) for layer in layers]
+    modules = {layer: find_layer(network, layer) for layer in layers}  # all are found before any gets a hook
+    handles = [module.register_forward_hook(keep(layer)) for layer, module in modules.items()]
     try:
         yield found
     finally:

@@ -80,8 +80,10 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     module_name, _, attribute = path.partition(":")
     try:
         builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"network '{path}' can't be imported: {error}") from None
+    if not callable(builder):
+        raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
     built = builder(inputs)
     if not isinstance(built, nn.Module):
         raise InputError(f"network '{path}' returned {type(built).__name__}, expected a torch.nn.Module")

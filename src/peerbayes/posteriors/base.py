@@ -63,7 +63,8 @@ class Posterior(nn.Module):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        Posterior._kinds[cls.kind] = cls
+        if "kind" in cls.__dict__:  # a subclass that only changes behaviour must not take over its parent's files
+            Posterior._kinds[cls.kind] = cls
 
     def __init__(
         self,
@@ -77,16 +78,20 @@ class Posterior(nn.Module):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         source = None if start_from is None else _state_of(start_from)
         self.network = copy.deepcopy(network)
+        first_names = _first_names(self.network)
         chosen, others, self._aliases = _take_parameters(self.network, bayesian)
         if not chosen and not others:
             raise InputError(f"{type(network).__name__} has no trainable parameters")
         self.layout = Layout({name: tensor.shape for name, tensor in chosen.items()})
         self.rest_layout = Layout({name: tensor.shape for name, tensor in others.items()})
         if source is not None:
-            chosen, others = self._adopt(source, chosen, others)
-        self.mean = nn.Parameter(self.layout.flatten(chosen))
-        self.rest = nn.Parameter(self.rest_layout.flatten(others))
-        self.register_buffer("_inverse_sizes", self.layout.inverse_sizes(), persistent=False)
+            origin = str(start_from) if isinstance(start_from, str | Path) else "start_from"
+            source = _under_first_names(source, first_names)
+            chosen, others = self._adopt(source, origin, chosen, others)
+        device = next(iter((chosen | others).values())).device
+        self.mean = nn.Parameter(self.layout.flatten(chosen).to(device))
+        self.rest = nn.Parameter(self.rest_layout.flatten(others).to(device))
+        self.register_buffer("_inverse_sizes", self.layout.inverse_sizes().to(device), persistent=False)
 
     # ---- verbs that each posterior defines ------------------------------------------------------------------------
 
@@ -168,6 +173,7 @@ class Posterior(nn.Module):
                 made[canonical] = nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
             owner, _, leaf = name.rpartition(".")
             plain.get_submodule(owner)._parameters[leaf] = made[canonical]
+        _release_recurrent_weights(plain)
         return plain
 
     def state(self) -> dict[str, Tensor]:
@@ -204,11 +210,10 @@ class Posterior(nn.Module):
         return posterior
 
     def _adopt(
-        self, source: Mapping[str, Tensor], chosen: dict[str, Tensor], others: dict[str, Tensor]
+        self, source: Mapping[str, Tensor], origin: str, chosen: dict[str, Tensor], others: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         kept = self.network.state_dict()
-        source = {name: tensor for name, tensor in source.items() if name not in self._aliases}
-        _require_same(source, chosen | others | kept, "start_from")
+        _require_same(source, chosen | others | kept, origin)
         self.network.load_state_dict(source, strict=False)
         return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
 
@@ -249,9 +254,31 @@ def _take_parameters(
     return chosen, others, aliases
 
 
+def _first_names(network: nn.Module) -> dict[str, str]:
+    # Every name of a trainable parameter, also by way of a layer that has two names, and the first of them.
+    first: dict[int, str] = {}
+    every = network.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every if parameter.requires_grad}
+
+
+def _under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
+    # Files may hold a tied parameter under all of its names or under any one of them.
+    named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
+    return {home: tensor for name, home, tensor in named if name == home or home not in state}
+
+
 def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
     # Recurrent modules keep a list of their own beside the parameters; functional_call does not know of it.
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]
+
+
+def _release_recurrent_weights(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase):
+            _refresh_recurrent_weights(module, ())
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is _refresh_recurrent_weights:
+                    del module._forward_pre_hooks[key]
 
 
 def _state_of(source: Source) -> dict[str, Tensor]:
@@ -264,6 +291,12 @@ def _state_of(source: Source) -> dict[str, Tensor]:
     return dict(source)
 
 
+def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
+    # Attention masks hold -inf on purpose: what the network itself holds there is no fault.
+    bad = ~given.isfinite()
+    return bool(bad.any()) and bool((bad.to(expected.device) & expected.isfinite()).any())
+
+
 def _require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
     for name, tensor in expected.items():
         if name not in given:
@@ -271,7 +304,7 @@ def _require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], o
         if given[name].shape != tensor.shape:
             shapes = f"{tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
             raise InputError(f"{origin}: tensor '{name}' has shape {shapes}; is it of another network?")
-        if given[name].is_floating_point() and not bool(given[name].isfinite().all()):
+        if _newly_infinite(given[name], tensor):
             raise InputError(f"{origin}: tensor '{name}' holds values that are not finite")
     extra = [name for name in given if name not in expected]
     if extra:

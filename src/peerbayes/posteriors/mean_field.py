@@ -65,7 +65,7 @@ class MeanField(Posterior):
         self.noise = noise
         spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
         self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
-        anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros(())
+        anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros((), device=self.mean.device)
         self.register_buffer("anchor", anchor, persistent=False)
 
     @property

@@ -62,7 +62,7 @@ class Prediction:
         return self._posterior.draw(self.address.at(draw))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def predict(
     posterior: Posterior,
     images: Tensor,
@@ -89,17 +89,20 @@ def predict(
     """
     if draws < 1:
         raise InputError(f"draws is {draws}, expected at least 1")
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected at least 1")
     if len(images) == 0:
         raise InputError("there are no images to predict")
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
     address = Address(seed, name, "draw")
-    was_training = posterior.training
+    modes = {module: module.training for module in posterior.modules()}
     posterior.eval()
     try:
         return _accumulate(posterior, images, draws if posterior.stochastic else 1, address, batch_size, settle)
     finally:
-        posterior.train(was_training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def _accumulate(

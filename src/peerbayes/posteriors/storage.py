@@ -54,7 +54,13 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, given in tensors.items():
+        tensor = given.detach().cpu().contiguous()
+        # Tensors with two names (tied buffers, say) are written twice: safetensors refuses shared memory.
+        plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
     text = json.dumps(about, sort_keys=True)
     write_bytes(path, save(plain, {"peerbayes": text, "digest": _digest(plain, text)}))
 

@@ -78,7 +78,7 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None) -> Any:
 def _register(function: Any, build: ModuleBuilder | None) -> Any:
     name = function.__name__
     parameters = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
