@@ -138,7 +138,8 @@ def build_torch_uncertainty(images: Tensor, labels: Tensor) -> Contender:
         wrapped.eval()
         wrapped.num_samples = draws
         with torch.no_grad():
-            return wrapped(batch).unflatten(0, (draws, len(batch))).softmax(-1).mean(0)
+            averaged: Tensor = wrapped(batch).unflatten(0, (draws, len(batch))).softmax(-1).mean(0)
+        return averaged
 
     return Contender(step, predict)
 

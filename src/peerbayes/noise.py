@@ -95,9 +95,15 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
     """
     half = (count + 1) // 2
     z = bits(address, half, device)
-    angle = (z & 0xFFFFFFFF).float().mul_(2 * math.pi * 2.0**-32)
-    radius = ((z >> 32) & 0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-    return torch.cat([radius * angle.cos(), radius * angle.sin_()])[:count]
+    result = torch.empty(2 * half, dtype=torch.float32, device=z.device)
+    # In place: temporaries of this size cost more than the arithmetic.
+    radius, angle = result[:half], result[half:]
+    radius.copy_((z >> 32).bitwise_and_(0xFFFFFFFF)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    angle.copy_(z.bitwise_and_(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
+    cosine = angle.cos()
+    angle.sin_().mul_(radius)
+    radius.mul_(cosine)
+    return result[:count]
 
 
 def permutation(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:

@@ -222,6 +222,19 @@ def test_kl_is_that_of_torch_distributions(kind):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "anchored"])
+@pytest.mark.parametrize("reduction", ["sum", "layer_mean"])
+def test_gradients_of_the_kl_are_those_of_torch_distributions(kind, reduction):
+    posterior = moved(kind)
+    wanted = kl_divergence(Normal(posterior.mean, posterior.std), priors(posterior))
+    wanted = wanted.sum() if reduction == "sum" else posterior.layer_mean_sum(wanted)
+    parameters = [posterior.mean, posterior.rho]
+    expected = torch.autograd.grad(wanted, parameters)
+    for weights in (None, posterior.draw(HERE)):
+        found = torch.autograd.grad(posterior.kl(reduction, weights), parameters)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "anchored"])
 def test_kl_agrees_with_monte_carlo(kind):
     posterior = moved(kind)
     drawn = flats(posterior, 1000)

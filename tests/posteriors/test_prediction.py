@@ -358,3 +358,27 @@ def test_capital_against_a_tied_rival_is_a_fair_game():
     # Against the class that is never probable, the game is favourable: E capital = (1 + λ · 0.98 / 2)^rounds.
     expected = (1 + referee.stakes.double() * 0.49) ** rounds
     assert ((won.mean(0) / expected - 1).abs() < 0.15).all()
+
+
+def test_a_new_leader_starts_again_with_a_stricter_level():
+    level, sure = 0.05, torch.eye(3)
+    first, second = sure[:1], sure[1:2]
+    referee, here = _Referee(first, level), torch.tensor([0])
+
+    def wins_needed(start):
+        enough = math.pi**2 / 6 * start**2 / level
+        return next(n for n in range(99) if sum((1 + s) ** n for s in _Referee.STAKES) / 4 >= enough)
+
+    referee.settled(here, first, first)
+    for _ in range(wins_needed(1) - 1):
+        assert not referee.settled(here, first, first)
+    # The last win comes with an average that prefers another class: not settled, and all winnings are void.
+    assert not referee.settled(here, first, second)
+    for _ in range(wins_needed(2) - 1):
+        assert not referee.settled(here, second, second)
+    # Back to the first class: what it won at its first start is void as well.
+    assert not referee.settled(here, second, first)
+    for _ in range(wins_needed(3) - 1):
+        assert not referee.settled(here, first, first)
+    assert referee.settled(here, first, first)
+    assert wins_needed(1) < wins_needed(2) < wins_needed(3)

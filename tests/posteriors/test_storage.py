@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -127,6 +128,18 @@ def test_saving_again_replaces_the_file_and_leaves_nothing_else(tmp_path):
     Point(net(2)).save(path)
     assert torch.equal(Point.load(path, net()).mean, Point(net(2)).mean)
     assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="an open file can't be replaced elsewhere")
+def test_a_reader_in_the_middle_sees_the_old_file_whole(tmp_path):
+    path = tmp_path / "p.safetensors"
+    Point(net(1)).save(path)
+    before = path.read_bytes()
+    with open(path, "rb", buffering=0) as reader:
+        start = reader.read(10)
+        Point(net(2)).save(path)
+        assert start + reader.read() == before
+    assert path.read_bytes() != before
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -62,7 +62,17 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
         plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     text = json.dumps(about, sort_keys=True)
-    write_bytes(path, save(plain, {"peerbayes": text, "digest": _digest(plain, text)}))
+    write_bytes(path, _ordered(save(plain, {"peerbayes": text, "digest": _digest(plain, text)})))
+
+
+def _ordered(data: bytes) -> bytes:
+    # safetensors writes its metadata in random order; equal contents shall be equal bytes.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(data)[end:]])
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

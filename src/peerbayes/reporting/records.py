@@ -167,11 +167,13 @@ def write_record(path: Path, record: Record | list[Record]) -> None:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return a run folder itself, or the run folders right below it (a run of several seeds)."""
+    """Return a run folder itself, or the run folders right below it: those of its seeds, if it is a run of several."""
     folder = Path(folder)
     if (folder / "recipe.toml").is_file():
         return [folder]
-    below = sorted(path.parent for path in folder.glob("*/recipe.toml"))
+    # What the seeds of a run started from lies beside them, and was not asked for.
+    found = sorted(folder.glob("seed[0-9]*/recipe.toml")) or sorted(folder.glob("*/recipe.toml"))
+    below = [path.parent for path in found]
     if not below:
         raise InputError(
             f"{folder}: neither a run folder nor a folder of runs (no recipe.toml in it or right below it)"

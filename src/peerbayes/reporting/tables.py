@@ -35,11 +35,22 @@ def label(record: Record) -> str:
 
 
 def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group records that differ in the seed alone, in the order in which they come."""
+    """Group records that differ in the seed alone, in the order in which they come.
+
+    A second run of the same recipe and seed (with other settings, say) begins a group of its own: ``Ours (2)``.
+    """
     groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record["recipe"] + "\0" + label(record), []).append(record)
+    for given in records:
+        record, number = given, 1
+        while any(r["seed"] == record["seed"] for r in groups.get(_key(record), [])):
+            number += 1
+            record = {**given, "method": f"{title(given['method'])} ({number})"}
+        groups.setdefault(_key(record), []).append(record)
     return groups
+
+
+def _key(record: Record) -> str:
+    return f"{record['recipe']}\0{label(record)}"
 
 
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:

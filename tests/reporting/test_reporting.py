@@ -1,0 +1,356 @@
+"""Tables, the page and the figures from records with known means; one's own modules from fit to report."""
+
+import base64
+import copy
+import io
+import json
+import math
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+from torch import nn
+
+import peerbayes as pb
+from peerbayes import reporting
+from peerbayes.errors import InputError
+from peerbayes.reporting import figures, tables
+
+
+def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):
+    peers = [
+        {
+            "name": name,
+            "accuracy": accuracy,
+            "nll": nll,
+            "ece": ece,
+            "retention": {"0.2": 0.99, "0.6": 0.95},
+            "reliability": {
+                "count": [10, 30, 60],
+                "accuracy": [0.2, 0.5, None],
+                "confidence": [0.3, 0.6, None],
+            },
+        }
+        for name, accuracy in zip(("scratch", "pretrained"), accuracies)
+    ]
+    found = {
+        "recipe": f"mutual/{method}",
+        "dataset": "digits",
+        "network": "resnet8",
+        "method": method,
+        "seed": seed,
+        "epochs": 30,
+        "hardware": "a CPU",
+        "versions": {"peerbayes": "0", "torch": "1"},
+        "seconds": 2.0 + seed,
+        "draws": 50,
+        "ece_bins": 15,
+        "peers": peers,
+    }
+    return found | changes
+
+
+@pytest.fixture
+def records():
+    return [
+        record("dml", 0, (0.90, 0.92), nll=0.30),
+        record("dml", 1, (0.91, 0.92), nll=0.31),
+        record("dml", 2, (0.92, 0.92), nll=0.32),
+        record("ours", 0, (0.93, 0.93), nll=0.20),
+        record("ours", 1, (0.91, 0.95), nll=0.212),
+        record("ours", 2, (0.92, 0.91), nll=0.221),
+    ]
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_means_and_standard_errors_over_seeds(records):
+    found = {(row.method, row.peer): row for row in tables.rows(records)}
+    assert list(found) == [(m, p) for m in ("DML", "Ours") for p in ("scratch", "pretrained", "average")]
+    # 90, 91, 92: mean 91, standard error 1/√3; a constant has none; the average peer has 91, 91.5, 92.
+    assert found["DML", "scratch"].cells[:2] == ("91.00 ± 0.58", "0.310 ± 0.006")
+    assert found["DML", "pretrained"].cells[0] == "92.00 ± 0.00"
+    assert found["DML", "average"].cells[0] == "91.50 ± 0.29"
+    assert all(row.seeds == 3 for row in found.values())
+
+
+def test_one_seed_has_no_spread():
+    (row,) = tables.rows([record("dnn", 0, (0.9,))])
+    assert (row.method, row.peer, row.cells) == ("DNN", "scratch", ("90.00", "0.200", "0.050"))
+    both = tables.differences([record("dnn", 0, (0.9,)), record("ours", 0, (0.95,))])
+    assert len(both) == 1
+    assert "paired over 1 seed: ACC +5.0 (not distinguishable: 1 seed has no spread)" in both[0]
+
+
+def test_differences_are_paired_and_say_what_could_have_been_shown(records):
+    (line,) = tables.differences(records)
+    assert line.startswith("Ours − DML, average of peers, paired over 3 seeds: ACC ")
+    accuracy, nll, ece = line.split(": ", 1)[1].split("; ")
+    # The average peers differ by 2, 1.5 and −0.5 points: mean 1, standard deviation √1.75.
+    text = "ACC +1.00 ± .76 (not distinguishable: 3 seeds could have shown "
+    assert accuracy.startswith(text)
+    could = float(accuracy.removeprefix(text).rstrip(")"))
+    # With that true effect and that spread, four in five experiments of three seeds are significant.
+    drawn = np.random.default_rng(0).normal(could, math.sqrt(1.75), (40_000, 3))
+    power = (stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05).mean()
+    assert power == pytest.approx(0.8, abs=4 * math.sqrt(0.8 * 0.2 / 40_000) + 0.002)
+    # −.100, −.098 and −.099: mean −.099 with a tiny spread is a difference.
+    assert nll == "NLL −.09900 ± .00058"
+    assert ece == "ECE +.00 ± .00 (not distinguishable: 3 seeds differ by the same amount)"
+
+
+def test_only_shared_seeds_of_the_same_data_are_compared(records):
+    (line,) = tables.differences([*records[:3], record("ours", 2, (0.95, 0.95)), record("ours", 9, (0.1, 0.1))])
+    assert "paired over 1 seed: ACC +3.0 " in line
+    assert tables.differences([*records[:3], record("ours", 9, (0.9, 0.9))]) == []
+    assert tables.differences([*records[:3], record("ours", 0, (0.9, 0.9), dataset="other")]) == []
+
+
+def test_order_of_the_seeds_does_not_matter(records):
+    assert tables.differences(records[2::-1] + records[:2:-1]) == tables.differences(records)
+
+
+def test_text_table_is_aligned_and_complete(records):
+    text = reporting.text_table(records)
+    head, *body = text.splitlines()
+    assert head.split() == ["ACC", "NLL", "ECE"]
+    assert [line.split()[0] for line in body[:6]] == ["DML", "pretrained", "average", "Ours", "pretrained", "average"]
+    end = head.index("ACC") + 3
+    assert all(line[end - 1].isdigit() and line[end : end + 2] == "  " for line in body[:6])
+    assert body[6] == ""
+    assert body[7].startswith("Ours − DML")
+    assert "91.00 ± 0.58" in body[0]
+
+
+def test_a_second_run_of_the_same_recipe_and_seed_is_not_lost(records):
+    other = record("dml", 1, (0.5, 0.5))
+    found = {(row.method, row.peer): row for row in tables.rows([*records[:3], other])}
+    assert found["DML", "scratch"].cells[0] == "91.00 ± 0.58"
+    assert found["DML", "scratch"].seeds == 3
+    assert found["DML (2)", "scratch"].cells[0] == "50.00"
+
+
+# ---- the page and its figures -----------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    VOID = {"meta", "img", "br", "link"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.pictures, self.text, self.cells = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not (name in ("src", "href") and not value.startswith("data:")), value
+            if tag == "img" and name == "src":
+                self.pictures.append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def metrics():
+    return [
+        {
+            "peers": {
+                "a": {"terms": {"kl": 0.5 / e, "likelihood": 2.0 / e}, "gradient_share": {"kl": 0.1, "likelihood": 0.9}}
+            }
+        }
+        for e in range(1, 6)
+    ]
+
+
+def test_the_page_is_whole_html_with_its_pictures_inside(records):
+    page = Page()
+    text = reporting.report_page(records, "A heading", {"How it went": metrics()})
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert text.startswith("<!doctype html>")
+    assert {"html", "head", "body", "table", "img"} <= set(page.seen)
+    assert "91.00 ± 0.58" in page.cells
+    assert page.cells[:6] == ["method", "peer", "ACC", "NLL", "ECE", "seeds"]
+    assert any("Ours − DML" in part for part in page.text)
+    assert any("seeds 0, 1, 2, 30 epochs, 3.0 s a seed, 50 draws" in part for part in page.text)
+    assert len(page.pictures) == 3
+    for picture in page.pictures:
+        assert_real_picture(base64.b64decode(picture.removeprefix("data:image/png;base64,"), validate=True))
+
+
+def assert_real_picture(data):
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "PNG"
+    pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    assert len(np.unique(pixels, axis=0)) > 50
+    blank = (pixels == 255).all(1).mean()
+    assert 0.3 < blank < 0.99
+
+
+def test_users_text_is_escaped(records):
+    nasty = '<script>alert("x")</script> & co'
+    changed = copy.deepcopy(records)
+    for item in changed:
+        item["dataset"] = item["hardware"] = nasty
+        item["peers"][0]["name"] = "<b>scratch"
+    text = reporting.report_page(changed, nasty, {nasty: metrics()})
+    assert "<script" not in text
+    assert "<b>" not in text
+    page = Page()
+    page.feed(text)
+    assert any(nasty in part for part in page.text)
+    assert "<b>scratch" in page.cells
+
+
+def test_one_seed_is_said_on_the_page(records):
+    assert "(one seed: no spread)" in reporting.report_page(records[:1], "h", {})
+    assert "(one seed: no spread)" not in reporting.report_page(records, "h", {})
+
+
+def test_figures_draw_the_numbers(records):
+    axes = figures.retention_figure(records).axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert set(lines) == {f"{m} {p}" for m in ("DML", "Ours") for p in ("scratch", "pretrained")}
+    x, y = lines["DML scratch"].get_data()
+    assert list(x) == pytest.approx([20, 60, 100])
+    assert list(y) == pytest.approx([99, 95, 91])
+    axes = figures.reliability_figure(records).axes[0]
+    curve = next(line for line in axes.get_lines() if line.get_label().startswith("DML scratch"))
+    assert curve.get_label() == "DML scratch (ECE 0.050)"
+    x, y = curve.get_data()
+    assert list(x[:2]) == pytest.approx([0.3, 0.6])
+    assert list(y[:2]) == pytest.approx([0.2, 0.5])
+    terms, shares = figures.training_figure(metrics()).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in terms.get_lines()}
+    assert drawn["kl"] == pytest.approx([0.5 / e for e in range(1, 6)])
+    assert {line.get_label() for line in shares.get_lines()} == {"kl", "likelihood"}
+    for figure in (figures.retention_figure, figures.reliability_figure):
+        assert_real_picture(figures.png(figure(records)))
+    assert_real_picture(figures.png(figures.training_figure(metrics())))
+
+
+# ---- one's own modules: fit, load, evaluate ---------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(4 * 36, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.fixture(scope="module")
+def npz(tmp_path_factory):
+    """Three classes told apart by which rows are bright."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(150) % 3
+    images = rng.integers(0, 120, (150, 6, 6))
+    for image, label in zip(images, labels):
+        image[2 * label : 2 * label + 2] += 100
+    path = tmp_path_factory.mktemp("own") / "rows.npz"
+    images = images.astype(np.uint8)
+    np.savez(path, train_images=images[:90], train_labels=labels[:90], test_images=images[90:], test_labels=labels[90:])
+    return path
+
+
+RECIPE = """
+title = "Own"
+method = "dml"
+data = { name = "digits", classes = 10, batch_size = 15 }
+peers = [{ name = "x", network = "mlp", posterior = { kind = "point" } }]
+evaluation = { draws = 8, ece_bins = 5, retention = [0.5] }
+[[stages]]
+epochs = 8
+optimizer = { lr = 0.01 }
+terms = { likelihood = {}, kl = { scheme = "layer_mean" }, mutual = {} }
+"""
+
+
+@pytest.fixture(scope="module")
+def fitted(npz, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fit")
+    (folder / "own.toml").write_text(RECIPE)
+    torch.manual_seed(0)
+    peers = {"one": pb.MeanField(Own(), name="one"), "two": pb.MeanField(Own(), name="two", prior_std=0.5)}
+    before = {name: posterior.mean.detach().clone() for name, posterior in peers.items()}
+    run = pb.fit(peers, data=npz, recipe=folder / "own.toml", run=folder / "run", overrides=["stages.0.epochs=6"])
+    assert all(not torch.equal(before[name], peers[name].mean) for name in peers)
+    return peers, run
+
+
+def test_fit_trains_in_place_and_leaves_a_run_that_load_gives_back(fitted):
+    peers, run = fitted
+    assert list(run) == ["one", "two"]
+    assert run.finished
+    assert len(run.metrics) == 6
+    again = pb.load(run.folder, networks={"one": Own(), "two": Own()})
+    images = torch.randint(0, 255, (5, 1, 6, 6), dtype=torch.uint8)
+    for name, posterior in peers.items():
+        assert again[name].prior_std == posterior.prior_std
+        for source in (run, again):
+            for key, tensor in posterior.state().items():
+                assert torch.equal(source[name].state()[key], tensor)
+            found = [p.predict(images, 4).log_probabilities for p in (posterior, source[name])]
+            assert torch.equal(*found)
+
+
+def test_load_without_networks_says_what_is_missing(fitted):
+    run = pb.load(fitted[1].folder)
+    with pytest.raises(InputError, match=r"peer 'one' has a network of your own; pass networks=\{'one': \.\.\.\}"):
+        run["one"]
+    with pytest.raises(KeyError):
+        run["nobody"]
+
+
+def test_load_with_another_network_names_the_tensor(fitted):
+    wide = Own()
+    wide.head = nn.Linear(4 * 36, 4)
+    with pytest.raises(InputError, match=r"'mean/head.weight' has shape \(3, 144\), expected \(4, 144\)"):
+        pb.load(fitted[1].folder, networks={"one": wide, "two": wide})["one"]
+
+
+def test_evaluation_of_a_fit_equals_metrics_worked_out_by_hand(fitted, npz):
+    peers, run = fitted
+    found = pb.evaluate(run, device="cpu")
+    assert json.loads(json.dumps(found)) == found
+    assert found["dataset"] == "rows"
+    assert found["method"] == "dml"
+    assert found["epochs"] == 6
+    assert found["draws"] == 8
+    data = np.load(npz)
+    images = torch.from_numpy(data["test_images"])[:, None]
+    labels = torch.from_numpy(data["test_labels"])
+    for peer in found["peers"]:
+        posterior = peers[peer["name"]].eval()
+        address = pb.Address(0, peer["name"], "draw")
+        p = torch.stack([posterior(images, posterior.draw(address.at(s))).softmax(-1) for s in range(8)]).detach()
+        mean = p.double().mean(0)
+        nll = -mean[torch.arange(60), labels].log().mean()
+        assert peer["nll"] == pytest.approx(float(nll), rel=1e-4)
+        assert peer["accuracy"] == pytest.approx(float((mean.argmax(1) == labels).double().mean()))
+        assert peer["accuracy"] > 0.8
+        bald = torch.special.entr(mean).sum(1) - torch.special.entr(p.double()).sum(2).mean(0)
+        assert peer["disagreement"] == pytest.approx(float(bald.mean()), rel=1e-2)
+        assert set(peer["retention"]) == {"0.5"}
+    assert found["cohort"]["pairwise_diversity"] > 0
+
+
+def test_fit_refuses_an_occupied_folder(fitted, npz):
+    _, run = fitted
+    with pytest.raises(InputError, match="already holds a run"):
+        pb.fit({"one": pb.Point(Own())}, data=npz, recipe=run.recipe, run=run.folder)

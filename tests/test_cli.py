@@ -1,0 +1,515 @@
+"""The command line: what it prints, what it writes, and one sentence with exit code 2 for whatever is wrong."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import peerbayes
+from peerbayes import cli, networks
+from peerbayes.learning import Recipe, load_recipe, packaged
+from peerbayes.posteriors import storage
+
+RECIPE = """
+title = "Small"
+method = "METHOD"
+data = { name = "DATA", classes = 3, batch_size = 12, validation = 12 }
+peers = [
+  { name = "a", network = "mlp", posterior = { kind = "mean_field" } },
+  { name = "b", network = "mlp", posterior = { kind = "mean_field" } },
+]
+evaluation = { draws = 3 }
+[[stages]]
+epochs = 2
+optimizer = { lr = 1e-3 }
+terms = { likelihood = {}, kl = { scheme = "layer_mean" }, mutual = {}, weight_diversity = {} }
+"""
+SOURCE = """
+title = "Source"
+method = "dnn"
+data = { name = "DATA", classes = 3, batch_size = 12, validation = 12 }
+peers = [{ name = "only", network = "mlp", posterior = { kind = "point" } }]
+evaluation = { draws = 1 }
+[[stages]]
+epochs = 1
+optimizer = { name = "sgd", lr = 0.1 }
+terms = { likelihood = {} }
+"""
+QUIET = ("--quiet", "--device", "cpu")
+
+
+def save_npz(path, count=60, classes=3, images=None):
+    rng = np.random.default_rng(0)
+    if images is None:
+        images = rng.integers(0, 255, (count + 30, 8, 8), dtype=np.uint8)
+    labels = np.arange(len(images)) % classes
+    np.savez(
+        path,
+        train_images=images[:count],
+        train_labels=labels[:count],
+        test_images=images[count:],
+        test_labels=labels[count:],
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    data = str(save_npz(folder / "small.npz"))
+    (folder / "small.toml").write_text(RECIPE.replace("DATA", data).replace("METHOD", "dml"))
+    (folder / "other.toml").write_text(RECIPE.replace("DATA", data).replace("METHOD", "ours"))
+    (folder / "source.toml").write_text(SOURCE.replace("DATA", data))
+    return folder
+
+
+def called(*arguments):
+    """Run the command in this process; return what it printed on standard output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    assert not end.value.code
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    """One run, and the JSON that training it printed."""
+    text = called("train", place / "small.toml", "--run", place / "run", "--json", *QUIET)
+    return place / "run", json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def source(place):
+    called("train", place / "source.toml", "--run", place / "source", *QUIET)
+    return place / "source"
+
+
+# ---- what is right ----------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "recipe", "dataset", "network", "method", "seed", "epochs", "hardware", "versions", "seconds", "peers",
+}  # fmt: skip
+
+
+def test_train_prints_one_json_record(trained):
+    run, record = trained
+    assert set(record) >= SCHEMA
+    assert record["recipe"] == "small"
+    assert record["dataset"] == "small"
+    assert record["network"] == "mlp"
+    assert record["method"] == "dml"
+    assert (record["seed"], record["epochs"]) == (0, 2)
+    assert record["versions"]["peerbayes"] == peerbayes.__version__
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["seconds"] > 0
+    assert [peer["name"] for peer in record["peers"]] == ["a", "b"]
+    for peer in record["peers"]:
+        assert 0 <= peer["accuracy"] <= 1
+        assert peer["nll"] > 0
+        assert 0 <= peer["ece"] <= 1
+    assert {path.name for path in run.iterdir() if "checkpoint" not in path.name} == {
+        "recipe.toml", "run.json", "metrics.jsonl", "weights-a.safetensors", "weights-b.safetensors",
+        "evaluation.json", "report.html",
+    }  # fmt: skip
+
+
+def test_evaluate_gives_the_numbers_that_train_recorded(trained):
+    run, record = trained
+    assert json.loads((run / "evaluation.json").read_text()) == record
+    assert json.loads(called("evaluate", run, "--json", "--device", "cpu")) == record
+    more = json.loads(called("evaluate", run, "--json", "--device", "cpu", "--draws", 20))
+    assert more["draws"] == 20
+    assert more["peers"][0]["nll"] != record["peers"][0]["nll"]
+
+
+def test_evaluate_prints_the_table_of_the_record(trained):
+    run, record = trained
+    text = called("evaluate", run, "--device", "cpu")
+    for peer in record["peers"]:
+        line = next(line for line in text.splitlines() if f" {peer['name']} " in line)
+        assert line.split()[-3:] == [f"{100 * peer['accuracy']:.2f}", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
+
+
+def test_evaluate_against_another_data_set(trained, place):
+    save_npz(place / "outside.npz", images=np.random.default_rng(9).integers(0, 255, (90, 8, 8), dtype=np.uint8))
+    text = called("evaluate", trained[0], "--ood", place / "outside.npz", "--json", "--device", "cpu")
+    for peer in json.loads(text)["peers"]:
+        (figures,) = peer["out_of_distribution"].values()
+        # Noise like the test images themselves: nothing tells them apart.
+        assert figures["auroc"] == pytest.approx(0.5, abs=0.35)
+    assert "auroc" in called("evaluate", trained[0], "--ood", place / "outside.npz", "--device", "cpu")
+
+
+def test_the_run_folder_repeats_the_recipe(trained, place):
+    assert load_recipe(trained[0] / "recipe.toml") == load_recipe(place / "small.toml")
+
+
+def test_recipes_are_listed_and_shown(tmp_path):
+    listed = called("recipes")
+    assert [line.split()[0] for line in listed.splitlines()] == list(packaged())
+    assert {item["name"] for item in json.loads(called("recipes", "--json"))} == set(packaged())
+    path = tmp_path / "shown.toml"
+    path.write_text(called("recipes", "mutual/digits-ours"))
+    assert load_recipe(path) == load_recipe("mutual/digits-ours")
+    shown = json.loads(called("recipes", "mutual/digits-ours", "--json"))
+    assert Recipe.parse(shown, "shown") == load_recipe("mutual/digits-ours")
+
+
+def test_version_is_printed():
+    assert called("--version") == f"peerbayes {peerbayes.__version__}\n"
+
+
+def test_seeds_make_a_run_each_and_a_table_with_spread(place, tmp_path):
+    for method in ("small", "other"):
+        text = called("train", place / f"{method}.toml", "--seeds", "0,1", "--run", tmp_path / method, *QUIET)
+        assert text.count("±") == 9
+    assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["seed0", "seed1"]
+    records = json.loads(called("evaluate", tmp_path / "small", "--json", "--device", "cpu"))
+    assert [record["seed"] for record in records] == [0, 1]
+    a = [record["peers"][0]["nll"] for record in records]
+    assert a[0] != a[1]
+    text = called("evaluate", tmp_path / "small", tmp_path / "other", "--device", "cpu")
+    assert f"{sum(a) / 2:.3f} ± {abs(a[0] - a[1]) / 2:.3f}" in text
+    # Two recipes that differ in nothing but the name of the method are paired: no difference at all.
+    assert "Ours − DML, average of peers, paired over 2 seeds" in text
+    assert "2 seeds differ by the same amount" in text
+
+
+def test_default_folder_is_named_after_recipe_and_seed(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(place / "source.toml", "mine.toml")
+    called("train", "mine.toml", "--seed", 4, *QUIET)
+    assert json.loads(Path("runs/mine-seed4/run.json").read_text())["seed"] == 4
+
+
+STILL = "stages.*.optimizer={name='sgd', lr=1e-30}"  # nothing moves: what a peer starts from is what it ends with
+
+
+def assert_started_from(run, weights):
+    found, _ = storage.read(run / "weights-b.safetensors")
+    own, _ = storage.read(run / "weights-a.safetensors")
+    assert weights
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[f"mean/{name}"], tensor, rtol=0, atol=1e-20)
+    assert not torch.equal(own["mean/linear.weight"], weights["linear.weight"])
+
+
+def plain(path):
+    state = storage.read_state(path)
+    return {name: tensor for name, tensor in state.items() if not name.startswith("normalize")}
+
+
+def test_start_from_a_recipe_trains_it_once_and_reuses_it(place, tmp_path):
+    start = ("--set", f"peers.b.start_from={place / 'source.toml'}", "--set", STILL)
+    called("train", place / "small.toml", "--run", tmp_path / "first", *start, *QUIET)
+    (folder,) = [path for path in tmp_path.iterdir() if path.name != "first"]
+    weights = folder / "weights-only.safetensors"
+    assert_started_from(tmp_path / "first", plain(weights))
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    called("train", place / "small.toml", "--run", tmp_path / "second", *start, *QUIET)
+    assert_started_from(tmp_path / "second", plain(weights))
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["first", "second", folder.name])
+
+
+def test_an_interrupted_source_is_finished_first(place, tmp_path):
+    start = ("--set", f"peers.b.start_from={place / 'source.toml'}", "--set", STILL)
+    called("train", place / "small.toml", "--run", tmp_path / "first", *start, *QUIET)
+    (folder,) = [path for path in tmp_path.iterdir() if path.name != "first"]
+    before = plain(folder / "weights-only.safetensors")
+    # As a kill right at the beginning leaves it.
+    for path in folder.iterdir():
+        if path.name == "run.json":
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": False}))
+        else:
+            path.unlink()
+    called("train", place / "small.toml", "--run", tmp_path / "second", *start, *QUIET)
+    after = plain(folder / "weights-only.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["run", "weights", "plain"])
+def test_start_from_a_run_a_weights_file_and_a_plain_file(place, source, tmp_path, kind):
+    weights = source / "weights-only.safetensors"
+    given = {"run": source, "weights": weights, "plain": tmp_path / "plain.safetensors"}[kind]
+    if kind == "plain":
+        save_file(storage.read_state(weights), given)
+    start = ("--set", f"peers.b.start_from={given}", "--set", STILL)
+    called("train", place / "small.toml", "--run", tmp_path / "run", *start, *QUIET)
+    assert_started_from(tmp_path / "run", plain(weights))
+
+
+def test_the_source_of_seeds_is_not_taken_for_one_of_them(place, tmp_path):
+    start = ("--set", f"peers.b.start_from={place / 'source.toml'}")
+    called("train", place / "small.toml", "--run", tmp_path / "many", "--seeds", "0,1", *start, *QUIET)
+    records = json.loads(called("evaluate", tmp_path / "many", "--json", "--device", "cpu"))
+    assert [(record["method"], record["seed"]) for record in records] == [("dml", 0), ("dml", 1)]
+
+
+# ---- what is wrong ----------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments):
+    """Run a command that must fail; return its one sentence."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("peerbayes: ")
+    assert printed.err.count("\n") == 1, printed.err
+    assert "Traceback" not in printed.err
+    return printed.err.removeprefix("peerbayes: ").rstrip("\n")
+
+
+def change(*pairs):
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+BAD_SETTINGS = {
+    "unknown key": (change("stages.0.epoch=3"), "stages.0 has no key 'epoch'; did you mean 'epochs'?"),
+    "wrong type": (change("stages.0.epochs=many"), "stages.0.epochs: input should be a valid integer"),
+    "negative alpha": (change("stages.0.terms.mutual.alpha=-1"), "stages.0.terms.mutual.alpha: "),
+    "unknown term": (change("stages.0.terms.mutul={}"), "there is no term 'mutul'; did you mean 'mutual'?"),
+    "unknown network": (change("peers.0.network=mpl"), "there is no network 'mpl'; did you mean 'mlp'?"),
+    "unknown timm network": (change("peers.0.network=timm/nothing-at-all"), "nothing-at-all"),
+    "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
+    "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
+    "too much validation": (change("data.validation=60"), "validation must leave training images"),
+    "missing data": (change("data.name=cifar10"), "data set not found: looked for "),
+    "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
+    "shapes": (
+        change("peers.0.network=resnet8"),
+        "needs peers of equal shape, but 'conv.weight' is (16, 1, 3, 3) in 'a' and no such tensor in 'b'",
+    ),
+    "layer": (
+        change("stages.0.terms.feature_diversity={layers=['hidden', 'lnear']}"),
+        "has no layer 'lnear'; did you mean 'linear'?",
+    ),
+    "missing start": (change("peers.0.start_from=nowhere"), "start_from 'nowhere' is neither a recipe, a run folder"),
+    "missing start file": (change("peers.0.start_from=no.safetensors"), "no.safetensors: no such file"),
+    "pickled start": (change("peers.0.start_from=no.pt"), "start_from 'no.pt' is neither"),
+    "unknown device": (["--device", "abacus"], "device 'abacus' can't be used: "),
+    "absent device": (["--device", "cuda:99"], "device 'cuda:99' can't be used: "),
+    "bad seeds": (["--seeds", "0,one"], "seeds '0,one': expected whole numbers"),
+    "empty seeds": (["--seeds", ""], "seeds '': expected whole numbers"),
+    "seeds twice": (["--seeds", "1,1"], "seeds '1,1': a seed stands there twice"),
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
+def test_bad_settings_are_one_sentence_and_nothing_is_written(place, tmp_path, capsys, words, sentence):
+    device = () if "--device" in words else ("--device", "cpu")
+    found = refused(
+        capsys, "train", place / "small.toml", "--run", tmp_path / "run", "--data-root", tmp_path, "-q", *device, *words
+    )
+    assert sentence in found
+    assert list(tmp_path.iterdir()) == []
+
+
+def bad_data(kind, folder):
+    if kind == "hundred classes":
+        return save_npz(folder / "hundred.npz", count=400, classes=100, images=np.full((500, 8, 8), 7, np.uint8))
+    if kind == "truncated npz":
+        path = save_npz(folder / "cut.npz")
+        path.write_bytes(path.read_bytes()[:2000])
+        return path
+    if kind == "NaN":
+        images = np.random.default_rng(0).random((90, 8, 8)).astype(np.float32)
+        images[11, 3, 3] = np.nan
+        return save_npz(folder / "nan.npz", images=images)
+    if kind == "not an npz":
+        (folder / "text.npz").write_text("hello")
+        return folder / "text.npz"
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+BAD_DATA = {
+    "hundred classes": "the recipe is for 3 classes, but hundred has 100",
+    "truncated npz": "cut.npz: ",
+    "NaN": "nan.npz: ",
+    "not an npz": "text.npz: ",
+    "empty folder": "empty: ",
+}
+
+
+@pytest.mark.parametrize(("kind", "sentence"), BAD_DATA.items(), ids=BAD_DATA)
+def test_bad_data_is_one_sentence_and_nothing_is_written(place, tmp_path, capsys, kind, sentence):
+    (tmp_path / "data").mkdir()
+    path = bad_data(kind, tmp_path / "data")
+    run = tmp_path / "run"
+    found = refused(capsys, "train", place / "small.toml", "--run", run, *QUIET, *change(f"data.name={path}"))
+    assert sentence in found
+    assert not run.exists()
+
+
+def test_recipe_for_ten_classes_refuses_a_hundred(tmp_path, capsys):
+    path = bad_data("hundred classes", tmp_path)
+    run = tmp_path / "run"
+    found = refused(capsys, "train", "mutual/digits-dnn", "--run", run, *QUIET, *change(f"data.name={path}"))
+    assert found == "the recipe is for 10 classes, but hundred has 100"
+    assert not run.exists()
+
+
+def test_unknown_recipes_are_refused(tmp_path, capsys):
+    assert "did you mean 'mutual/digits-ours'?" in refused(capsys, "train", "mutual/digits-our", "--run", tmp_path)
+    assert "no such recipe file" in refused(capsys, "train", tmp_path / "x.toml", "--run", tmp_path / "run")
+    (tmp_path / "bad.toml").write_text("title = ")
+    assert "not valid TOML" in refused(capsys, "train", tmp_path / "bad.toml", "--run", tmp_path / "run")
+    assert "did you mean" in refused(capsys, "recipes", "mutual/digits-dln")
+    assert not (tmp_path / "run").exists()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_occupied_places_are_refused_and_left_alone(place, trained, tmp_path, capsys):
+    run, _ = trained
+    before = contents(run)
+    assert "already holds a run" in refused(capsys, "train", place / "small.toml", "--run", run, *QUIET)
+    assert contents(run) == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("!")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "mine", *QUIET)
+    assert found.endswith("the folder is not empty and holds no run; choose another one")
+    assert contents(tmp_path / "mine") == {"thesis.txt": b"!"}
+    (tmp_path / "file").write_text("?")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "file", *QUIET)
+    assert found.endswith("is a file, expected a folder for the run")
+
+
+def test_other_seed_or_recipe_on_resume_is_refused(place, trained, capsys):
+    run, _ = trained
+    words = ("--run", run, "--resume", *QUIET)
+    assert "holds a run of seed 0, not 3" in refused(capsys, "train", place / "small.toml", "--seed", 3, *words)
+    found = refused(capsys, "train", place / "small.toml", *words, *change("stages.0.epochs=9"))
+    assert "holds a run of another recipe ('Small'), or with other settings" in found
+
+
+@pytest.fixture
+def unfinished(trained, tmp_path):
+    """As a kill after the last checkpoint leaves a run."""
+    run = Path(shutil.copytree(trained[0], tmp_path / "unfinished"))
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"finished": False}))
+    for path in [*run.glob("weights-*"), run / "evaluation.json", run / "report.html"]:
+        path.unlink()
+    return run
+
+
+def test_corrupt_checkpoint_is_refused(place, unfinished, capsys):
+    for path in unfinished.glob("checkpoint-*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    before = contents(unfinished)
+    found = refused(capsys, "train", place / "small.toml", "--run", unfinished, "--resume", *QUIET)
+    assert found.startswith("no checkpoint can be read: ")
+    assert contents(unfinished) == before
+
+
+def test_checkpoint_of_another_network_is_refused_by_tensor(place, unfinished, source, capsys):
+    (newest,) = unfinished.glob("checkpoint-*")
+    tensors, about = storage.read(newest)
+    name = next(n for n in tensors if n.startswith("peer/a/mean/") and n.endswith("linear.weight"))
+    storage.write(newest, tensors | {name: torch.zeros(3, 7)}, about)
+    found = refused(capsys, "train", place / "small.toml", "--run", unfinished, "--resume", *QUIET)
+    assert "peer 'a': tensor 'mean/linear.weight' has shape (3, 7), expected (3, 256)" in found
+
+
+def test_start_from_another_network_is_refused_by_tensor(place, tmp_path, capsys):
+    inputs = networks.Inputs(3, (1, 8, 8), (0.5,), (0.5,))
+    save_file(networks.build("resnet8", inputs).state_dict(), tmp_path / "resnet.safetensors")
+    words = change(f"peers.0.start_from={tmp_path / 'resnet.safetensors'}")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
+    assert "has no tensor 'hidden.0.0.weight'" in found
+    assert not (tmp_path / "run").exists()
+
+
+def test_start_from_a_run_of_two_peers_asks_for_one(place, trained, tmp_path, capsys):
+    words = change(f"peers.0.start_from={trained[0]}")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
+    assert "has peers a, b; name one weights-*.safetensors file" in found
+
+
+def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained, capsys):
+    (tmp_path / "empty").mkdir()
+    found = refused(capsys, "evaluate", tmp_path / "empty")
+    assert "neither a run folder nor a folder of runs" in found
+    assert "neither a run folder" in refused(capsys, "evaluate", tmp_path / "nowhere")
+    found = refused(capsys, "evaluate", unfinished, "--device", "cpu")
+    assert "the run is not finished; 'peerbayes train --resume' goes on with it" in found
+    (unfinished / "run.json").write_text("{")
+    assert "run.json: not valid JSON" in refused(capsys, "evaluate", unfinished)
+
+
+def test_evaluate_refuses_damaged_weights(trained, tmp_path, capsys):
+    run = Path(shutil.copytree(trained[0], tmp_path / "run"))
+    path = run / "weights-b.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    assert "weights-b.safetensors: corrupt" in refused(capsys, "evaluate", run, "--device", "cpu")
+    path.unlink()
+    assert "weights-b.safetensors: no such file" in refused(capsys, "evaluate", run, "--device", "cpu")
+
+
+def test_resume_of_a_finished_run_prints_its_record_again(place, trained):
+    run, record = trained
+    text = called("train", place / "small.toml", "--run", run, "--resume", "--json", *QUIET)
+    assert json.loads(text) == record
+
+
+def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, capsys):
+    words = change("stages.0.optimizer={name='sgd', lr=1e30}", "stages.0.terms={likelihood={}}")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(place / "small.toml"), "--run", str(tmp_path / "run"), *QUIET, *words])
+    printed = capsys.readouterr()
+    assert end.value.code == 1
+    assert printed.err.startswith("peerbayes: term 'likelihood' of peer 'a' became ")
+    assert printed.err.count("\n") == 1
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------
+
+
+def process(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "peerbayes", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+def test_a_real_process_prints_pure_json_and_its_progress_elsewhere(place, trained, tmp_path):
+    done = process("train", place / "small.toml", "--run", tmp_path / "run", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["peers"] == trained[1]["peers"]
+    assert "Small · small · 2 peers · mlp · cpu, eager · seed 0" in done.stderr
+    assert "loss" in done.stderr
+    for name in ("weights-a.safetensors", "weights-b.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (trained[0] / name).read_bytes()
+
+
+def test_a_real_process_fails_in_one_line(tmp_path):
+    done = process("train", "mutual/digits-ours", "--set", "stages.0.epoch=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "peerbayes: recipe mutual/digits-ours: stages.0 has no key 'epoch'; did you mean 'epochs'?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
