@@ -236,28 +236,25 @@ def check(name: str, probabilities: Tensor, batch: int) -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory_of(name: str, batch: int, steps: int, threads: int) -> dict[str, float]:
-    """Return what a few training steps need in a fresh process, in MiB: resident memory and tensors at their peaks."""
-    found = {}
-    for kind in ("resident", "tensors"):
-        command = [sys.executable, __file__, "--memory-of", f"{name}:{kind}:{batch}:{steps}", "--threads", str(threads)]
-        # A fixed threshold: otherwise glibc learns to keep freed blocks, by chance more or fewer of them.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        found[kind] = float(result.stdout.splitlines()[-1])
-    return found
+def memory_of(name: str, kind: str, batch: int, threads: int) -> float:
+    """Return what three training steps need in a fresh process, in MiB at the peak: ``resident`` or ``tensors``."""
+    command = [sys.executable, __file__, "--memory-of", f"{name}:{kind}:{batch}", "--threads", str(threads)]
+    # A fixed threshold: otherwise glibc learns to keep freed blocks, by chance more or fewer of them.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return float(result.stdout.splitlines()[-1])
 
 
 def memory_in_this_process(request: str) -> float:
     """Build one contender and let it step; what counts starts before it is built. Returns MiB."""
-    name, kind, batch, steps = request.split(":")
+    name, kind, batch = request.split(":")
     images, labels = random_batch(int(batch))
     BUILDERS[name](images[:2], labels[:2]).step()  # imports and one-off allocations of torch
     gc.collect()
 
     def work() -> None:
         contender = BUILDERS[name](images, labels)
-        for _ in range(int(steps)):
+        for _ in range(3):
             contender.step()
 
     return (_resident_peak(work) if kind == "resident" else _tensor_peak(work)) / 2**20
@@ -293,12 +290,12 @@ def _tensor_peak(work: Callable[[], None]) -> float:
     return float(max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"))
 
 
-def measure_memory(batch: int, repeats: int, threads: int) -> dict[str, Any]:
-    """Return the median over fresh processes, and ours over the smaller of the others."""
-    runs = {name: [memory_of(name, batch, 3, threads) for _ in range(repeats)] for name in LIBRARIES}
+def measure_memory(batch: int, processes: int, threads: int) -> dict[str, Any]:
+    """Return peaks in MiB, and ours over the smaller of the others. Resident: the median over fresh processes."""
     found: dict[str, Any] = {}
-    for kind in ("resident", "tensors"):
-        by_name = {name: round(statistics.median(run[kind] for run in runs[name]), 2) for name in LIBRARIES}
+    for kind, count in (("resident", processes), ("tensors", 1)):
+        runs = {name: [memory_of(name, kind, batch, threads) for _ in range(count)] for name in LIBRARIES}
+        by_name = {name: round(statistics.median(values), 2) for name, values in runs.items()}
         smaller = min(by_name[name] for name in LIBRARIES if name != OURS)
         found[f"{kind}_mib"] = by_name
         found[f"{kind}_ratio_to_smaller"] = round(by_name[OURS] / smaller, 4)
@@ -361,7 +358,7 @@ def table(results: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="rounds a batch size and task (default 40; 5 with --quick)")
+    parser.add_argument("--rounds", type=int, help="rounds a batch size and task (default 30; 5 with --quick)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draws", type=int, default=10, help="draws of a prediction")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 128])
@@ -369,7 +366,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("results/bench-cpu.json"))
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (5 if arguments.quick else 40)
+    arguments.rounds = arguments.rounds or (5 if arguments.quick else 30)
     return arguments
 
 
@@ -382,6 +379,7 @@ def main() -> None:
         return
     results = about(arguments) | {"batches": {}}
     for batch in arguments.batch:
+        print(f"batch {batch}: time, then memory ...", file=sys.stderr, flush=True)
         found = measure_time(batch, arguments.rounds, arguments.draws)
         found["memory"] = measure_memory(batch, 1 if arguments.quick else 3, arguments.threads)
         results["batches"][str(batch)] = found

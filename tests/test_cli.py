@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -288,10 +289,6 @@ BAD_SETTINGS = {
     "too much validation": (change("data.validation=60"), "validation must leave training images"),
     "missing data": (change("data.name=cifar10"), "data set not found: looked for "),
     "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
-    "shapes": (
-        change("peers.0.network=resnet8"),
-        "needs peers of equal shape, but 'conv.weight' is (16, 1, 3, 3) in 'a' and no such tensor in 'b'",
-    ),
     "layer": (
         change("stages.0.terms.feature_diversity={layers=['hidden', 'lnear']}"),
         "has no layer 'lnear'; did you mean 'linear'?",
@@ -315,6 +312,17 @@ def test_bad_settings_are_one_sentence_and_nothing_is_written(place, tmp_path, c
     )
     assert sentence in found
     assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_of_different_shape_are_refused_by_tensor(place, tmp_path, capsys):
+    words = change("peers.0.network=resnet8")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
+    assert re.fullmatch(
+        r"term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
+        r"and no such tensor in 'b'",
+        found,
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def bad_data(kind, folder):

@@ -13,7 +13,7 @@ from peerbayes import networks
 from peerbayes.errors import InputError
 from peerbayes.learning import Recipe, load_recipe, packaged
 
-OURS = "mutual/digits-ours"
+OURS = "mutual/cifar100-resnet20-ours"
 
 
 def plain():
@@ -38,14 +38,17 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
 def test_ours_has_the_papers_settings():
     recipe = load_recipe(OURS)
     first, second = recipe.stages
-    assert recipe.epochs == first.epochs + second.epochs == 30
-    assert first.terms["mutual"] == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0}
+    assert (first.epochs, second.epochs, recipe.epochs) == (200, 100, 300)
+    assert (first.lr_milestones, second.lr_milestones) == ([80, 120, 160, 180], [30, 60, 90])
+    assert all((s.optimizer.name, s.optimizer.lr, s.lr_factor) == ("adam", 1e-3, 0.1) for s in recipe.stages)
+    assert (recipe.data.batch_size, recipe.evaluation.draws, recipe.evaluation.ece_bins) == (128, 50, 20)
+    assert first.terms["mutual"] == second.terms["mutual"] == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0}
     assert first.terms["kl"]["scheme"] == second.terms["kl"]["scheme"] == "layer_mean"
     assert first.terms["weight_diversity"]["reduction"] == "layer_mean_sum"
     assert "feature_diversity" not in first.terms
     assert second.terms["feature_diversity"]["weight"] == 2.0
     assert second.terms["feature_diversity"]["fusion"] == "per_peer"
-    assert [peer.start_from for peer in recipe.peers] == [None, "mutual/digits-dnn"]
+    assert [peer.start_from for peer in recipe.peers] == [None, "mutual/cifar100-resnet20-dnn"]
 
 
 def refused(tmp_path, change):
@@ -98,6 +101,14 @@ def test_renamed_key_blames_the_misspelling_not_the_missing_one(tmp_path):
         table["stages"][0]["epoch"] = table["stages"][0].pop("epochs")
 
     assert refused(tmp_path, change) == "stages.0 has no key 'epoch'; did you mean 'epochs'?"
+
+
+def test_a_misspelt_key_comes_before_other_faults(tmp_path):
+    def change(table):
+        table["data"]["batch_size"] = "many"
+        table["stages"][1]["epoch"] = 3
+
+    assert refused(tmp_path, change) == "stages.1 has no key 'epoch'; did you mean 'epochs'?"
 
 
 WRONG = {
@@ -200,14 +211,14 @@ def test_overrides_reach_every_place():
     assert [stage.epochs for stage in recipe.stages] == [5, 3]
     assert [stage.optimizer.lr for stage in recipe.stages] == [0.5, 0.5]
     assert recipe.stages[0].lr_milestones == [2, 4]
-    assert recipe.stages[1].lr_milestones == [3, 6, 9]
+    assert recipe.stages[1].lr_milestones == [30, 60, 90]
     assert [peer.network for peer in recipe.peers] == ["mlp", "resnet20"]
     assert recipe.data.augment == ["flip"]
     assert recipe.data.name == "folder/some data.npz"
     assert recipe.evaluation.out_of_distribution == ["a", "b"]
     assert recipe.update == "sequential"
     assert [stage.terms["mutual"]["alpha"] for stage in recipe.stages] == [2.0, 2.0]
-    assert load_recipe(OURS).stages[0].epochs == 20
+    assert load_recipe(OURS).stages[0].epochs == 200
 
 
 @given(epochs=st.integers(1, 10**6), lr=st.floats(1e-9, 1e3), text=st.text("abcXYZ_-./ ", min_size=1, max_size=12))
