@@ -354,3 +354,18 @@ def test_fit_refuses_an_occupied_folder(fitted, npz):
     _, run = fitted
     with pytest.raises(InputError, match="already holds a run"):
         pb.fit({"one": pb.Point(Own())}, data=npz, recipe=run.recipe, run=run.folder)
+
+
+def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_and_judged(npz, tmp_path):
+    loaded = pb.data.load(npz)
+    only_last = pb.MeanField(Own(), bayesian=lambda name, _module: name == "head.weight")
+    recipe = pb.load_recipe("mutual/digits-vanilla", ["stages.*.epochs=1", "data.validation=0", "data.batch_size=15"])
+    before = torch.random.get_rng_state()
+    run = pb.fit({"one": only_last}, data=loaded, recipe=recipe, run=tmp_path / "run")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    again = pb.load(run.folder, networks={"one": Own()})["one"]
+    assert list(again.layout.shapes) == ["head.weight"]
+    assert all(torch.equal(again.state()[name], tensor) for name, tensor in only_last.state().items())
+    record = pb.evaluate(run, data=loaded, draws=3)
+    log_p = only_last.predict(loaded.test.images, 3, name="one").log_probabilities
+    assert record["peers"][0]["nll"] == pytest.approx(pb.evaluation.nll_from_log(log_p, loaded.test.labels))

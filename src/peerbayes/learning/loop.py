@@ -93,16 +93,21 @@ class Learner:
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the end of the last stage, from wherever the position is."""
+        """Train to the end of the last stage, from the position; torch's generators are left as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
         try:
-            for number in range(self.position.stage, len(self.recipe.stages)):
-                if number != self.position.stage:
-                    self.position.stage, self.position.stage_step = number, 0
-                    self.position.shares, self.position.inert = {}, {}
-                    self._state = self._begin_stage(number)
-                self._run_stage(number)
+            with torch.random.fork_rng(devices):
+                self._run_stages()
         finally:
             self.reporter.close()
+
+    def _run_stages(self) -> None:
+        for number in range(self.position.stage, len(self.recipe.stages)):
+            if number != self.position.stage:
+                self.position.stage, self.position.stage_step = number, 0
+                self.position.shares, self.position.inert = {}, {}
+                self._state = self._begin_stage(number)
+            self._run_stage(number)
 
     def _run_stage(self, number: int) -> None:
         stage = self.recipe.stages[number]

@@ -199,13 +199,14 @@ class Posterior(nn.Module):
         storage.write(Path(path), self.state(), {"kind": self.kind, "options": self.options()})
 
     @classmethod
-    def load(cls, path: str | Path, network: nn.Module, bayesian: Predicate = conv_and_linear) -> Self:
-        """Read a posterior that `save` wrote, over a network of the same architecture."""
+    def load(cls, path: str | Path, network: nn.Module) -> Self:
+        """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian."""
         tensors, about = storage.read(Path(path))
         found = Posterior._kinds.get(about.get("kind", ""))
         if found is None or not issubclass(found, cls):
             raise InputError(f"{path}: holds a posterior of kind {about.get('kind')!r}, expected {cls.__name__}")
-        posterior = found(network, bayesian=bayesian, **about["options"])
+        chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
+        posterior = found(network, bayesian=lambda name, _module: name in chosen, **about["options"])
         posterior.load_state(tensors, str(path))
         return posterior
 

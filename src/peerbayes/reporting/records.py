@@ -26,6 +26,7 @@ def evaluate(
     draws: int | None = None,
     settle: float | None = None,
     out_of_distribution: Iterable[str] | None = None,
+    data: Dataset | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
 ) -> Record:
@@ -36,6 +37,7 @@ def evaluate(
         draws: draws averaged; the recipe's by default.
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
+        data: the data set, where the run was given one in memory; by default it is loaded by name.
         device: where to predict.
         root: data root.
     """
@@ -43,7 +45,7 @@ def evaluate(
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
-    loaded = load_data(run.recipe, root)
+    loaded = load_data(run.recipe, root) if data is None else data
     peers, log_probabilities = [], []
     for name in run:
         posterior = run[name].to(where)
