@@ -45,6 +45,21 @@ class Position:
     inert: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class Clock:
+    """When a step happens: host numbers for the eager engine, tensors on the device for a captured one.
+
+    Attributes:
+        step: steps since the run began; the number of the step's addresses.
+        place: batches since the epoch began.
+        epoch: epochs since the stage began, with fraction.
+    """
+
+    step: int | Tensor
+    place: int | Tensor
+    epoch: float | Tensor
+
+
 class Learner:
     """Trains a cohort by a recipe.
 
@@ -85,7 +100,9 @@ class Learner:
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
         self._sums: dict[str, Tensor] = {}
-        self._order: tuple[int, Tensor] | None = None
+        self._batch_range = torch.arange(self.batch_size, device=self.device)
+        self._order = torch.empty(len(data.train), dtype=torch.int64, device=self.device)
+        self._ordered_epoch = -1
         self._layers = [self._stage_layers(stage) for stage in recipe.stages]
         self._probe()
         self._state = self._begin_stage(0)
@@ -122,6 +139,8 @@ class Learner:
             position.step += 1
             position.stage_step += 1
             position.seconds = time.monotonic() - started
+            if self.device.type != "cpu" and position.step % 50 == 0:
+                self.check_sums()
             ended = position.stage_step % self.steps_per_epoch == 0
             if ended:
                 self._end_epoch()
@@ -135,9 +154,24 @@ class Learner:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
+    @property
+    def clock(self) -> Clock:
+        """Now, in host numbers."""
+        step, stage_step = self.position.step, self.position.stage_step
+        return Clock(step, step % self.steps_per_epoch, stage_step / self.steps_per_epoch)
+
+    @property
+    def measures_now(self) -> bool:
+        """Whether the terms' shares of the gradient are due at this step."""
+        every = self.recipe.gradient_share_every
+        return every > 0 and self.position.step % every == 0
+
     def _step(self) -> None:
-        batch = self._forward()
-        measure = self.recipe.gradient_share_every and self.position.step % self.recipe.gradient_share_every == 0
+        self.body(self.clock, measure=self.measures_now)
+
+    def body(self, clock: Clock, measure: bool = False) -> None:
+        """The whole of a step on the device: forward, terms, backward, update, sums. Nothing waits for the host."""
+        batch = self._forward(clock)
         if self.recipe.update == "simultaneous":
             values = {name: self._values(batch, name) for name in self.peers}
             if measure:
@@ -147,13 +181,13 @@ class Learner:
             )
             total.backward()
             self._state.average_shared_gradients(len(self.peers))
-            self._check(values)
+            self._check(values, clock)
             self._state.update([*self.peers, SHARED])
         else:
-            values = self._sequential_update(batch, bool(measure))
+            values = self._sequential_update(batch, clock, measure)
         self._gather(batch, values)
 
-    def _sequential_update(self, batch: terms.Batch, measure: bool) -> dict[str, dict[str, Tensor]]:
+    def _sequential_update(self, batch: terms.Batch, clock: Clock, measure: bool) -> dict[str, dict[str, Tensor]]:
         values: dict[str, dict[str, Tensor]] = {}
         outputs = dict(batch.outputs)
         batch.outputs = outputs
@@ -162,36 +196,35 @@ class Learner:
             if measure:
                 self._measure_shares({name: values[name]})
             sum(values[name].values(), torch.zeros((), device=self.device)).backward()
-            self._check({name: values[name]})
+            self._check({name: values[name]}, clock)
             self._state.update([name])
             with torch.no_grad(), _kept_buffers(self.peers[name]):
-                outputs[name] = self._output(name, self._images)
+                outputs[name] = self._output(name, self._images, clock)
         self._state.average_shared_gradients(len(self.peers))
         self._state.update([SHARED])
         return values
 
-    def _forward(self) -> terms.Batch:
-        position = self.position
-        epoch, number = divmod(position.step, self.steps_per_epoch)
-        index = self._epoch_order(epoch)[number * self.batch_size : (number + 1) * self.batch_size]
-        images, labels = self.data.train.batch(index, self.device)
-        address = Address(self.seed, "data", "augment", position.step)
+    def _forward(self, clock: Clock | None = None) -> terms.Batch:
+        clock = clock or self.clock
+        images, labels = self.data.train.batch(self._batch_index(clock), self.device)
+        address = Address(self.seed, "data", "augment", clock.step)
         self._images = to_unit(augment(images, self.recipe.data.augment, address))
-        outputs = {name: self._output(name, self._images) for name in self.peers}
+        outputs = {name: self._output(name, self._images, clock) for name in self.peers}
         return terms.Batch(
             labels=labels,
             outputs=outputs,
             modules=self._state.modules,
             train_size=len(self.data.train),
             batch_size=self.batch_size,
-            epoch=position.stage_step / self.steps_per_epoch,
+            epoch=clock.epoch,
         )
 
-    def _output(self, name: str, images: Tensor) -> terms.Output:
+    def _output(self, name: str, images: Tensor, clock: Clock) -> terms.Output:
         posterior = self.peers[name]
         posterior.train()
-        address = Address(self.seed, name, "step", self.position.step)
-        set_global_seed(address.sub("network"))  # dropout and the like
+        address = Address(self.seed, name, "step", clock.step)
+        if not isinstance(clock.step, Tensor):
+            set_global_seed(address.sub("network"))  # dropout and the like
         weights = posterior.draw(address)
         logits, features = posterior.forward_features(images, weights, self._layers[self.position.stage])
         return terms.Output(posterior, weights, logits.float(), features)
@@ -199,10 +232,17 @@ class Learner:
     def _values(self, batch: terms.Batch, peer: str) -> dict[str, Tensor]:
         return {term.name: term.value(batch, peer, options) for term, options in self._state.terms}
 
-    def _epoch_order(self, epoch: int) -> Tensor:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, order(len(self.data.train), Address(self.seed, "data", "order", epoch))
-        return self._order[1]
+    def _batch_index(self, clock: Clock) -> Tensor:
+        return self.epoch_order()[clock.place * self.batch_size + self._batch_range]
+
+    def epoch_order(self) -> Tensor:
+        """Return this epoch's permutation of the training images, always in the same tensor."""
+        epoch = self.position.step // self.steps_per_epoch
+        if epoch != self._ordered_epoch:
+            address = Address(self.seed, "data", "order", epoch)
+            self._order.copy_(order(len(self.data.train), address, self._order.device))
+            self._ordered_epoch = epoch
+        return self._order
 
     # ---- what the terms say of themselves -----------------------------------------------------------------------
 
@@ -239,14 +279,21 @@ class Learner:
                 )
                 self.position.inert[key] = 10**9
 
-    def _check(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        # On a GPU a look every step would stall it; the checkpoint looks again.
-        if self.device.type != "cpu" and self.position.step % 50:
+    def _check(self, values: Mapping[str, Mapping[str, Tensor]], clock: Clock) -> None:
+        # On a GPU a look every step would stall it, and a captured step can't look: `check_sums` does.
+        if self.device.type != "cpu" or isinstance(clock.step, Tensor):
             return
         for peer, by_term in values.items():
             for term, value in by_term.items():
                 if not bool(value.isfinite()):
                     self._fail(term, peer, float(value.detach()))
+
+    def check_sums(self) -> None:
+        """Stop if a term was not finite since the epoch began: its sum has not been finite ever since."""
+        for key, value in self._sums.items():
+            peer, kind, term = key.split("|", 2)
+            if kind == "terms" and not bool(value.isfinite()):
+                self._fail(term, peer, float(value))
 
     def _fail(self, term: str, peer: str, value: float) -> None:
         where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
@@ -262,7 +309,9 @@ class Learner:
             hits = (output.logits.detach().argmax(-1) == batch.labels).float().mean()
             found[f"{peer}|train|accuracy"] = hits
         for key, value in found.items():
-            self._sums[key] = self._sums[key] + value.double() if key in self._sums else value.double()
+            if key not in self._sums:
+                self._sums[key] = torch.zeros((), dtype=torch.float64, device=self.device)
+            self._sums[key].add_(value)
 
     # ---- the end of an epoch ------------------------------------------------------------------------------------
 
@@ -303,10 +352,11 @@ class Learner:
         }
 
     def _pull_sums(self) -> None:
-        # One transfer: the sums of a step stay on the device until somebody has to see them.
+        # The sums stay on the device until somebody has to see them.
+        self.check_sums()
         for key, value in self._sums.items():
             self.position.sums[key] = self.position.sums.get(key, 0.0) + float(value)
-        self._sums = {}
+            value.zero_()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,8 +33,10 @@ def kl(
     ``layer_mean``: (weight / B) Σ_l mean_{i∈l} KL_i, a far weaker pull for large layers.
     ``anneal``: epochs over which the weight rises linearly from 0.
     """
-    if anneal > 0:
-        weight = weight * min(1.0, step.epoch / anneal)
     if scheme == "elbo":
-        return weight / step.train_size * step.kl(peer, "sum")
-    return weight / step.batch_size * step.kl(peer, "layer_mean")
+        value = weight / step.train_size * step.kl(peer, "sum")
+    else:
+        value = weight / step.batch_size * step.kl(peer, "layer_mean")
+    if anneal > 0:
+        value = value * torch.as_tensor(step.epoch / anneal, device=value.device).clamp(max=1.0)
+    return value

@@ -47,7 +47,7 @@ class Batch:
     modules: Mapping[tuple[str, str], nn.Module]
     train_size: int
     batch_size: int
-    epoch: float
+    epoch: float | Tensor
     notes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
@@ -75,8 +75,8 @@ class Step:
         return self._batch.batch_size
 
     @property
-    def epoch(self) -> float:
-        """Epochs since the stage began, with fraction."""
+    def epoch(self) -> float | Tensor:
+        """Epochs since the stage began, with fraction; a tensor inside a captured step."""
         return self._batch.epoch
 
     def others(self, peer: str) -> list[str]:
