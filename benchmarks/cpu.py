@@ -1,8 +1,8 @@
 """Speed and memory of a Bayesian ResNet-20 on the CPU, beside bayesian-torch and torch-uncertainty.
 
 Three libraries train the same network (CIFAR shape, 100 classes, a Gaussian for every convolution and linear weight,
-prior N(0, 1), rho -3) and make 10-draw predictions with it, in one process and in many short rounds that visit them in
-turn, so that the machine's noise hits all alike. README.md says what is measured and what is not.
+prior N(0, 1), rho -3) and make 10-draw predictions with it, each in a process of its own, in many short rounds that
+visit them in turn, so that the machine's noise hits all alike. README.md says what is measured and what is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ def build_peerbayes(images: Tensor, labels: Tensor) -> Contender:
     learner = Learner(recipe, {"peer": posterior}, data, seed=0)
 
     def step() -> None:
-        learner._step()
+        learner.body(learner.clock)
         learner.position.step += 1
 
     def predict(batch: Tensor, draws: int) -> Tensor:
@@ -175,24 +175,60 @@ def random_batch(size: int) -> tuple[Tensor, Tensor]:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def timed(action: Callable[[], Any], repeats: int) -> float:
-    """Return the mean wall time of ``action`` in milliseconds."""
-    started = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    return (time.perf_counter() - started) * 1e3 / repeats
+class Worker:
+    """One library in a process of its own, so that none inherits the state of another's heap. It waits to be asked."""
+
+    def __init__(self, name: str, batch: int, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--worker", f"{name}:{batch}"]
+        command += ["--threads", str(arguments.threads), "--draws", str(arguments.draws)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def milliseconds(self, task: str, repeats: int) -> float:
+        """Return the mean wall time of a task."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        time.sleep(0.02)  # the threads of the library before still spin for a moment
+        print(task, repeats, file=self.process.stdin, flush=True)
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
 
 
-def race(actions: Mapping[str, Callable[[], Any]], rounds: int, repeats: int, warm_up: int) -> dict[str, list[float]]:
-    """Time every action once a round, starting each round with another one. Returns milliseconds by name and round."""
-    for action in actions.values():
-        timed(action, warm_up)
-    found: dict[str, list[float]] = {name: [] for name in actions}
-    names = list(actions)
+def serve(name: str, batch: int, draws: int) -> None:
+    """The worker's side: read tasks, answer with milliseconds."""
+    images, labels = random_batch(batch)
+    contender = BUILDERS[name](images, labels)
+    check(name, contender.predict(images, draws), batch)
+    tasks: dict[str, Callable[[], Any]] = {
+        "training": contender.step,
+        "prediction": partial(contender.predict, images, draws),
+    }
+    for line in sys.stdin:
+        task, repeats = line.split()
+        started = time.perf_counter()
+        for _ in range(int(repeats)):
+            tasks[task]()
+        print((time.perf_counter() - started) * 1e3 / int(repeats), flush=True)
+
+
+def check(name: str, probabilities: Tensor, batch: int) -> None:
+    """Refuse a contender that does not return averaged probabilities."""
+    if probabilities.shape != (batch, CIFAR.classes) or not torch.allclose(probabilities.sum(1), torch.ones(batch)):
+        raise RuntimeError(f"{name} did not return probabilities")
+
+
+def race(workers: dict[str, Worker], task: str, rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Time every library once a round, starting each round with another one. Returns milliseconds by name and round."""
+    for worker in workers.values():
+        worker.milliseconds(task, 5)  # warm-up
+    found: dict[str, list[float]] = {name: [] for name in workers}
+    names = list(workers)
     for number in range(rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            found[name].append(timed(actions[name], repeats))
+            found[name].append(workers[name].milliseconds(task, repeats))
     return found
 
 
@@ -212,25 +248,18 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def measure_time(batch: int, rounds: int, draws: int) -> dict[str, Any]:
+def measure_time(batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Race training steps and predictions at one batch size."""
-    images, labels = random_batch(batch)
-    contenders = {name: BUILDERS[name](images, labels) for name in LIBRARIES}
-    for name, contender in contenders.items():
-        check(name, contender.predict(images, draws), batch)
-    steps = {name: contender.step for name, contender in contenders.items()}
-    training = race(steps, rounds, repeats=max(1, 128 // batch), warm_up=5)
-    predictions = {name: partial(contender.predict, images, draws) for name, contender in contenders.items()}
-    return {
-        "training": summary(training),
-        "prediction": summary(race(predictions, rounds, repeats=1, warm_up=2)),
-    }
-
-
-def check(name: str, probabilities: Tensor, batch: int) -> None:
-    """Refuse a contender that does not return averaged probabilities."""
-    if probabilities.shape != (batch, CIFAR.classes) or not torch.allclose(probabilities.sum(1), torch.ones(batch)):
-        raise RuntimeError(f"{name} did not return probabilities")
+    workers = {name: Worker(name, batch, arguments) for name in LIBRARIES}
+    try:
+        training = race(workers, "training", arguments.rounds, repeats=max(1, 128 // batch))
+        return {
+            "training": summary(training),
+            "prediction": summary(race(workers, "prediction", arguments.rounds, repeats=1)),
+        }
+    finally:
+        for worker in workers.values():
+            worker.close()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -249,7 +278,7 @@ def memory_in_this_process(request: str) -> float:
     """Build one contender and let it step; what counts starts before it is built. Returns MiB."""
     name, kind, batch = request.split(":")
     images, labels = random_batch(int(batch))
-    BUILDERS[name](images[:2], labels[:2]).step()  # imports and one-off allocations of torch
+    BUILDERS[name](images, labels).step()  # imports and the kernels that torch generates
     gc.collect()
 
     def work() -> None:
@@ -364,6 +393,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--quick", action="store_true", help="few rounds, one memory process a library")
     parser.add_argument("--out", type=Path, default=Path("results/bench-cpu.json"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (5 if arguments.quick else 30)
@@ -374,13 +404,17 @@ def main() -> None:
     """Measure, print a table and write the JSON file."""
     arguments = parse()
     torch.set_num_threads(arguments.threads)
+    if arguments.worker:
+        name, batch = arguments.worker.split(":")
+        serve(name, int(batch), arguments.draws)
+        return
     if arguments.memory_of:
         print(memory_in_this_process(arguments.memory_of))
         return
     results = about(arguments) | {"batches": {}}
     for batch in arguments.batch:
         print(f"batch {batch}: time, then memory ...", file=sys.stderr, flush=True)
-        found = measure_time(batch, arguments.rounds, arguments.draws)
+        found = measure_time(batch, arguments)
         found["memory"] = measure_memory(batch, 1 if arguments.quick else 3, arguments.threads)
         results["batches"][str(batch)] = found
     print(table(results))

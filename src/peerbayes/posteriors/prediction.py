@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -96,6 +97,8 @@ def predict(
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
     address = Address(seed, name, "draw")
+    if posterior.device.type == "cpu":
+        _keep_heap()
     modes = {module: module.training for module in posterior.modules()}
     posterior.eval()
     try:
@@ -139,6 +142,14 @@ def _accumulate(
     assert total is not None
     count = spent.to(device)
     return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
+
+
+@functools.cache
+def _keep_heap() -> None:
+    # glibc returns the top of its heap to the system whenever a pass frees its activations, and the next pass faults it
+    # in again page by page: a fifth of the time of a prediction. Freeing one large block, which is never touched,
+    # raises its threshold for that from a few MiB to 62 MiB, once a process; other C libraries take no notice.
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 class _Referee:
