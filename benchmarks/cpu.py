@@ -179,6 +179,7 @@ class Worker:
     """One library in a process of its own, so that none inherits the state of another's heap. It waits to be asked."""
 
     def __init__(self, name: str, batch: int, arguments: argparse.Namespace) -> None:
+        self.name = name
         command = [sys.executable, __file__, "--worker", f"{name}:{batch}"]
         command += ["--threads", str(arguments.threads), "--draws", str(arguments.draws)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -194,13 +195,14 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         self.process.communicate()
+        if self.process.returncode:
+            raise RuntimeError(f"the worker of {self.name} failed")
 
 
 def serve(name: str, batch: int, draws: int) -> None:
     """The worker's side: read tasks, answer with milliseconds."""
     images, labels = random_batch(batch)
     contender = BUILDERS[name](images, labels)
-    check(name, contender.predict(images, draws), batch)
     tasks: dict[str, Callable[[], Any]] = {
         "training": contender.step,
         "prediction": partial(contender.predict, images, draws),
@@ -211,6 +213,8 @@ def serve(name: str, batch: int, draws: int) -> None:
         for _ in range(int(repeats)):
             tasks[task]()
         print((time.perf_counter() - started) * 1e3 / int(repeats), flush=True)
+    # Last, so that training is timed in a process that has not predicted yet.
+    check(name, contender.predict(images, draws), batch)
 
 
 def check(name: str, probabilities: Tensor, batch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,23 @@ DataRoot = Annotated[
     typer.Option(help="Where data sets lie.", envvar="PEERBAYES_DATA", show_default="~/.cache/peerbayes/data"),
 ]
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
+
+
+class Engine(enum.Enum):
+    """Engines by name."""
+
+    auto = "auto"
+    eager = "eager"
+    compiled = "compiled"
+    captured = "captured"
+
+
+class Precision(enum.Enum):
+    """Types by name."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 def _version(value: bool) -> None:
@@ -105,6 +123,12 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 10 s")
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="How steps are run; auto is captured (one CUDA graph) on a GPU, else eager.")
+    ] = Engine.auto,
+    precision: Annotated[
+        Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
+    ] = Precision.auto,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -127,6 +151,8 @@ def train(
             root=data_root,
             reporter=_reporter(quiet),
             checkpoint_every=checkpoint_every,
+            engine=engine.value,
+            precision=precision.value,
         )
         records.append(_judge(done, device, data_root))
     _show(records, as_json, many=seeds is not None)

@@ -64,7 +64,8 @@ def _mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def _start(address: Address, device: torch.device | str | None) -> Tensor:
+def start(address: Address, device: torch.device | str | None = None) -> Tensor:
+    """Return mix64(key + number * GAMMA), int64 (1,): what tells the noise of one address from that of another."""
     if isinstance(address.number, Tensor):
         number = address.number.to(device=device, dtype=torch.int64).reshape(1)
     else:
@@ -77,9 +78,13 @@ def bits(address: Address, count: int, device: torch.device | str | None = None)
 
     Without a device they are made where a tensor ``number`` lives, or else on torch's default device.
     """
-    start = _start(address, device)
-    index = torch.arange(count, dtype=torch.int64, device=start.device)
-    return _mix(index.mul_(GAMMA).add_(start))
+    begin = start(address, device)
+    return _mix(index_table(count, begin.device).add_(begin))
+
+
+def index_table(count: int, device: torch.device | str | None = None) -> Tensor:
+    """Return i * GAMMA for i in ``range(count)``, int64 (count,)."""
+    return torch.arange(count, dtype=torch.int64, device=device).mul_(GAMMA)
 
 
 def uniform(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
@@ -93,8 +98,16 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
 
     One 64-bit pattern gives two numbers: element ``i`` and element ``i + ceil(count / 2)``.
     """
-    half = (count + 1) // 2
-    z = bits(address, half, device)
+    return _box_muller(bits(address, (count + 1) // 2, device))[:count]
+
+
+def normal_from(begin: Tensor, table: Tensor, count: int) -> Tensor:
+    """Return what `normal` does, from `start` and `index_table` of at least ceil(count / 2): for compiled functions."""
+    return _box_muller(_mix(table[: (count + 1) // 2] + begin))[:count]
+
+
+def _box_muller(z: Tensor) -> Tensor:
+    half = len(z)
     result = torch.empty(2 * half, dtype=torch.float32, device=z.device)
     # In place: temporaries of this size cost more than the arithmetic.
     radius, angle = result[:half], result[half:]
@@ -103,7 +116,7 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
     cosine = angle.cos()
     angle.sin_().mul_(radius)
     radius.mul_(cosine)
-    return result[:count]
+    return result
 
 
 def permutation(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:

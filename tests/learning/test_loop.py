@@ -242,7 +242,7 @@ def test_two_steps_equal_a_computation_by_hand(update):
     recipe = made_recipe(stage(1, MUTUAL), update=update, gradient_share_every=1)
     learner = Learner(recipe, cohort, data, 0)
     for _ in range(2):
-        learner._step()
+        learner.step_now()
         learner.position.step += 1
     for name, posterior in cohort.items():
         found = posterior.materialise().state_dict()
@@ -267,7 +267,7 @@ def test_shared_fusion_steps_once_with_the_average_gradient_in_both_orders():
         each = [torch.autograd.grad(v, list(module.parameters())) for v in values]
         learner = Learner(made_recipe(stage(1, given), update=update), peers(network=Conv), made_data(), 0)
         learner._state.set_learning_rate(0.1)
-        learner._step()
+        learner.step_now()
         after = list(learner._state.modules["feature_diversity", "a"].parameters())
         found[update] = [a.detach() - b for a, b in zip(after, before)]
         if update == "simultaneous":
@@ -418,7 +418,7 @@ def test_gradient_shares_are_norms_over_their_sum():
     learner = Learner(
         made_recipe(stage(1, given), gradient_share_every=1), peers(kind=MeanField), made_data(), 0, reporter=Recorder()
     )
-    learner._step()
+    learner.step_now()
     for name in cohort:
         assert learner.position.shares[name] == pytest.approx(expected[name], rel=1e-4)
         assert sum(learner.position.shares[name].values()) == pytest.approx(1)

@@ -6,11 +6,11 @@ and the step number. A resumed run continues exactly.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from peerbayes import evaluation, terms
 from peerbayes.data import Dataset, Split, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
+from peerbayes.learning.engine import Captured, Clock, Compiled, Eager, Forward, Name, pick
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.stages import SHARED, StageState, learning_rate, set_global_seed
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior
+from peerbayes.posteriors import Posterior, Weights
 
+ENGINES: dict[Name, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
 VALIDATION_DRAWS = 4
 INERT_SHARE = 1e-4
 
@@ -45,21 +47,6 @@ class Position:
     inert: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class Clock:
-    """When a step happens: host numbers for the eager engine, tensors on the device for a captured one.
-
-    Attributes:
-        step: steps since the run began; the number of the step's addresses.
-        place: batches since the epoch began.
-        epoch: epochs since the stage began, with fraction.
-    """
-
-    step: int | Tensor
-    place: int | Tensor
-    epoch: float | Tensor
-
-
 class Learner:
     """Trains a cohort by a recipe.
 
@@ -72,6 +59,8 @@ class Learner:
         save: called with (tensors, description) at checkpoints; None for no checkpoints.
         log: called with each epoch's line.
         checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        autocast: the type that networks compute in; None for float32. Terms and weights stay in float32.
     """
 
     def __init__(
@@ -85,6 +74,8 @@ class Learner:
         save: Callable[[dict[str, Tensor], dict[str, Any]], None] | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
         checkpoint_every: int | None = None,
+        engine: Name | Literal["auto"] = "auto",
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.recipe = recipe
         self.peers = dict(peers)
@@ -104,6 +95,10 @@ class Learner:
         self._order = torch.empty(len(data.train), dtype=torch.int64, device=self.device)
         self._ordered_epoch = -1
         self._layers = [self._stage_layers(stage) for stage in recipe.stages]
+        self.autocast = autocast
+        self.forwards: dict[str, Forward] = {}
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.engine: Eager = ENGINES[pick(engine, self.device)](self)
         self._probe()
         self._state = self._begin_stage(0)
 
@@ -133,9 +128,11 @@ class Learner:
             number + 1, len(self.recipe.stages), stage.epochs, position.stage_step // self.steps_per_epoch
         )
         started = time.monotonic() - position.seconds
+        if position.stage_step < total:
+            self._begin_engine()
         while position.stage_step < total:
             self._state.set_learning_rate(learning_rate(stage, position.stage_step, self.steps_per_epoch))
-            self._step()
+            self.engine.step()
             position.step += 1
             position.stage_step += 1
             position.seconds = time.monotonic() - started
@@ -152,6 +149,34 @@ class Learner:
         shapes = {name: self._shapes(name, self._layers[number]) for name in self.peers}
         return StageState(self.recipe.stages[number], self.peers, shapes, address)
 
+    def _begin_engine(self) -> None:
+        try:
+            self.engine.begin_stage()
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            if self.engine.name == "eager":
+                raise
+            why = str(error).strip().splitlines()[0]
+            self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
+            self.forwards, self.streams, self.engine = {}, {}, Eager(self)
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers whose features this stage's terms want."""
+        return self._layers[self.position.stage]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return every tensor that a step changes."""
+        tensors = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
+        tensors += [t for module in self._state.modules.values() for t in (*module.parameters(), *module.buffers())]
+        tensors += [
+            value
+            for optimizer in self._state.optimizers.values()
+            for slots in optimizer.state.values()
+            for value in slots.values()
+            if isinstance(value, Tensor)
+        ]
+        return [*tensors, *self._sums.values()]
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     @property
@@ -166,8 +191,17 @@ class Learner:
         every = self.recipe.gradient_share_every
         return every > 0 and self.position.step % every == 0
 
-    def _step(self) -> None:
+    def step_now(self) -> None:
+        """Run one step, op by op."""
         self.body(self.clock, measure=self.measures_now)
+
+    def measure_now(self) -> None:
+        """Measure the terms' shares of the gradient at this step, and change nothing else."""
+        with contextlib.ExitStack() as stack:
+            for posterior in self.peers.values():
+                stack.enter_context(_kept_buffers(posterior))
+            batch = self._forward(self.clock)
+            self._measure_shares({name: self._values(batch, name) for name in self.peers})
 
     def body(self, clock: Clock, measure: bool = False) -> None:
         """The whole of a step on the device: forward, terms, backward, update, sums. Nothing waits for the host."""
@@ -210,6 +244,8 @@ class Learner:
         address = Address(self.seed, "data", "augment", clock.step)
         self._images = to_unit(augment(images, self.recipe.data.augment, address))
         outputs = {name: self._output(name, self._images, clock) for name in self.peers}
+        for stream in self.streams.values():
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         return terms.Batch(
             labels=labels,
             outputs=outputs,
@@ -225,9 +261,23 @@ class Learner:
         address = Address(self.seed, name, "step", clock.step)
         if not isinstance(clock.step, Tensor):
             set_global_seed(address.sub("network"))  # dropout and the like
-        weights = posterior.draw(address)
-        logits, features = posterior.forward_features(images, weights, self._layers[self.position.stage])
-        return terms.Output(posterior, weights, logits.float(), features)
+        with self._own_stream(name):
+            if name in self.forwards:
+                logits, features, flat, std = self.forwards[name](images, address)
+                return terms.Output(posterior, Weights({}, flat, std), logits, features)
+            weights = posterior.draw(address)
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                logits, features = posterior.forward_features(images, weights, self.layers)
+            return terms.Output(posterior, weights, logits.float(), features)
+
+    @contextlib.contextmanager
+    def _own_stream(self, name: str) -> Iterator[None]:
+        if name not in self.streams:
+            yield
+            return
+        self.streams[name].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.streams[name]):
+            yield
 
     def _values(self, batch: terms.Batch, peer: str) -> dict[str, Tensor]:
         return {term.name: term.value(batch, peer, options) for term, options in self._state.terms}
@@ -436,7 +486,7 @@ class Learner:
         return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _kept_buffers(posterior: Posterior) -> Iterator[None]:
     """Put the network's buffers (batch-norm statistics) back after the block."""
     kept = [(buffer, buffer.clone()) for buffer in posterior.network.buffers()]

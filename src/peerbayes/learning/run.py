@@ -17,7 +17,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from peerbayes import networks
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import checkpoints
+from peerbayes.learning.engine import Name, pick
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
@@ -92,6 +93,7 @@ class Run(Mapping[str, Posterior]):
         return len(self.recipe.peers)
 
 
+Precision = Literal["auto", "float32", "bfloat16"]
 CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
 
 
@@ -137,7 +139,7 @@ def fit(
     found = Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}")
     loaded = data if isinstance(data, Dataset) else load_data(found, root)
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
-    _train(found, dict(peers), loaded, Path(run), seed, resume, reporter, None)
+    _train(found, dict(peers), loaded, Path(run), seed, resume, reporter)
     return Run(run, networks_by_peer)
 
 
@@ -151,17 +153,42 @@ def train(
     root: str | Path | None = None,
     reporter: Reporter | None = None,
     checkpoint_every: int | None = None,
+    engine: Name | Literal["auto"] = "auto",
+    precision: Precision = "auto",
 ) -> Run:
-    """Train a recipe into a run folder; sources that its peers start from are trained first if they are missing."""
+    """Train a recipe into a run folder; sources that its peers start from are trained first if they are missing.
+
+    Args:
+        recipe: a validated recipe.
+        run: the run folder.
+        seed: seed of everything random.
+        resume: go on with an interrupted run.
+        device: where to train; ``auto`` takes a GPU where there is one.
+        root: data root.
+        reporter: is told what happens; silent by default.
+        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
+    """
     folder = Path(run)
     _refuse_occupied(folder, recipe, seed, resume)
     loaded = load_data(recipe, root)
     where = pick_device(device)
     peers = {
-        peer.name: build_peer(peer, recipe, loaded, seed, folder.parent, where, root, reporter) for peer in recipe.peers
+        peer.name: build_peer(peer, recipe, loaded, seed, folder.parent, where, root, reporter, engine, precision)
+        for peer in recipe.peers
     }
-    _train(recipe, peers, loaded, folder, seed, resume, reporter, checkpoint_every)
+    options = _engine_options(engine, precision, where)
+    _train(recipe, peers, loaded, folder, seed, resume, reporter, checkpoint_every, **options)
     return Run(folder)
+
+
+def _engine_options(engine: Name | Literal["auto"], precision: Precision, device: torch.device) -> dict[str, Any]:
+    picked = pick(engine, device)
+    if picked == "captured" and device.type != "cuda":
+        raise InputError(f"the captured engine needs a CUDA device, not {device.type}; use eager or compiled")
+    half = precision == "bfloat16" or (precision == "auto" and picked == "captured")
+    return {"engine": picked, "autocast": torch.bfloat16 if half else None}
 
 
 def load_data(recipe: Recipe, root: str | Path | None = None) -> Dataset:
@@ -194,9 +221,13 @@ def build_peer(
     device: torch.device,
     root: str | Path | None = None,
     reporter: Reporter | None = None,
+    engine: Name | Literal["auto"] = "auto",
+    precision: Precision = "auto",
 ) -> Posterior:
     """Build one peer's posterior; its initial weights are a function of (seed, peer)."""
-    source = None if peer.start_from is None else _source(peer, recipe, seed, runs, device, root, reporter)
+    source = None
+    if peer.start_from is not None:
+        source = _source(peer, recipe, seed, runs, device, root, reporter, engine, precision)
     inputs = network_inputs(loaded)
     with seeded(Address(seed, peer.name, "initial")):
         network = networks.build(peer.network, inputs)
@@ -224,6 +255,8 @@ def _source(
     device: torch.device,
     root: str | Path | None,
     reporter: Reporter | None,
+    engine: Name | Literal["auto"],
+    precision: Precision,
 ) -> Path:
     source = peer.start_from
     assert source is not None
@@ -248,7 +281,10 @@ def _source(
     if not (folder / "recipe.toml").is_file() or not Run(folder).finished:
         if reporter is not None:
             reporter.headline(f"{source}: training it first, into {folder}")
-        train(fitted, folder, seed=seed, resume=folder.exists(), device=device, root=root, reporter=reporter)
+        train(
+            fitted, folder, seed=seed, resume=folder.exists(), device=device, root=root, reporter=reporter,
+            engine=engine, precision=precision,
+        )  # fmt: skip
     return _only_weights(Run(folder), peer)
 
 
@@ -268,7 +304,8 @@ def _train(
     seed: int,
     resume: bool,
     reporter: Reporter | None,
-    checkpoint_every: int | None,
+    checkpoint_every: int | None = None,
+    **options: Any,
 ) -> None:
     reporter = reporter or Reporter()
     _refuse_occupied(folder, recipe, seed, resume)
@@ -278,7 +315,7 @@ def _train(
     device = next(iter(peers.values())).device
     if isinstance(loaded.train, data_room.ArraySplit):
         loaded = dataclasses.replace(loaded, train=loaded.train.to(device))
-    learner = Learner(recipe, peers, loaded, seed, reporter=reporter, checkpoint_every=checkpoint_every)
+    learner = Learner(recipe, peers, loaded, seed, reporter=reporter, checkpoint_every=checkpoint_every, **options)
     newest = checkpoints.read_newest(folder) if resume and folder.is_dir() else None
     if newest is not None:
         tensors, about, complaints = newest
@@ -296,7 +333,9 @@ def _train(
         log = _MetricsLog(folder / "metrics.jsonl", learner.position.step)
         learner._save = lambda t, a: (checkpoints.write(folder, learner.position.step, t, a), None)[1]
         learner._log = log.write
-        reporter.headline(_headline(recipe, loaded, device, seed, learner.position.step))
+        reporter.headline(
+            _headline(recipe, loaded, f"{device.type}, {learner.engine.name}", seed, learner.position.step)
+        )
         learner.run()
         for name, posterior in peers.items():
             posterior.save(folder / f"weights-{name}.safetensors")
@@ -304,11 +343,11 @@ def _train(
         _write_text(folder / "run.json", json.dumps(about, indent=1))
 
 
-def _headline(recipe: Recipe, loaded: Dataset, device: torch.device, seed: int, step: int) -> str:
+def _headline(recipe: Recipe, loaded: Dataset, where: str, seed: int, step: int) -> str:
     nets = ", ".join(dict.fromkeys(peer.network for peer in recipe.peers))
     count = len(recipe.peers)
     peers = f"{count} peer{'s' if count > 1 else ''}"
-    text = f"{recipe.title} · {loaded.name} · {peers} · {nets} · {device.type}, eager · seed {seed}"
+    text = f"{recipe.title} · {loaded.name} · {peers} · {nets} · {where} · seed {seed}"
     return f"{text} · going on at step {step}" if step else text
 
 

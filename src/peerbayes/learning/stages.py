@@ -32,16 +32,19 @@ def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> flo
 def make_optimizer(options: settings.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Build an optimiser of torch.optim."""
     parameters = list(parameters)
+    on_gpu = parameters[0].device.type == "cuda"
+    # On a GPU the learning rate is a tensor there, so that a captured step sees it change.
+    lr = torch.tensor(options.lr, device=parameters[0].device) if on_gpu else options.lr
     if options.name == "sgd":
         return torch.optim.SGD(
             parameters,
-            lr=options.lr,
+            lr=lr,
             momentum=options.momentum,
             nesterov=options.nesterov,
             weight_decay=options.weight_decay,
         )
     kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=options.lr, weight_decay=options.weight_decay)
+    return kind(parameters, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 
 class StageState:
@@ -106,7 +109,10 @@ class StageState:
         """Set the learning rate of every optimiser."""
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = value
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(value)
+                else:
+                    group["lr"] = value
 
     def update(self, owners: Iterable[str]) -> None:
         """Let the owners' optimisers step, and clear their gradients."""
@@ -145,11 +151,7 @@ class StageState:
             for name, parameter in self.parameters[owner].items():
                 prefix = f"optimizer/{owner}/{name}/"
                 slots = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-                # Adam keeps its step counter on the CPU; moments belong beside the parameter.
-                optimizer.state[parameter] = {
-                    slot: value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-                    for slot, value in slots.items()
-                }
+                optimizer.state[parameter] = {slot: t.to(parameter.device, copy=True) for slot, t in slots.items()}
                 if not slots:
                     del optimizer.state[parameter]
 

@@ -104,8 +104,17 @@ class Posterior(nn.Module):
         raise NotImplementedError
 
     @property
+    def noise_size(self) -> int:
+        """How many standard normal numbers make a draw."""
+        raise NotImplementedError
+
+    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the flat weights (size,) that noise (noise_size,) makes, and their scales; None gives the centre."""
+        raise NotImplementedError
+
+    @property
     def std(self) -> Tensor:
-        """Standard deviation of every Bayesian weight, shape (size,)."""
+        """Scale of every Bayesian weight, shape (size,): its standard deviation under Gaussian noise."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -138,15 +147,21 @@ class Posterior(nn.Module):
 
     def weights(self, flat: Tensor, std: Tensor | None = None) -> Weights:
         """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,)."""
+        return Weights(self.named(flat), flat, std)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return all parameters by name, as a plain dict of views."""
         tensors = self.layout.views(flat) | self.rest_layout.views(self.rest)
         tensors |= {alias: tensors[name] for alias, name in self._aliases.items()}
-        return Weights(tensors, flat, std)
+        return tensors
 
     def forward(self, inputs: Tensor, weights: Weights | None = None) -> Tensor:
         """Return logits (B, C) of one draw (the mean weights by default); images in [0, 1] or uint8."""
-        logits: Tensor = torch.func.functional_call(
-            self.network, weights if weights is not None else self.centre(), (_prepared(inputs),), tie_weights=False
-        )
+        return self.run_network(inputs, weights if weights is not None else self.centre())
+
+    def run_network(self, inputs: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the network's output with the named tensors in the places of its parameters."""
+        logits: Tensor = torch.func.functional_call(self.network, tensors, (_prepared(inputs),), tie_weights=False)
         return logits
 
     def forward_features(

@@ -74,14 +74,23 @@ class MeanField(Posterior):
 
     def draw(self, address: Address) -> Weights:
         """Return μ + σ ⊙ ε, with ε a function of the address alone."""
-        noise = normal(address, self.layout.size, self.mean.device)
-        if self.noise == "radial":
-            noise = self._radial(noise, address)
-        std = self.std
-        return self.weights(torch.addcmul(self.mean, std, noise), std)
+        return self.weights(*self.place(normal(address, self.noise_size, self.mean.device)))
 
-    def _radial(self, direction: Tensor, address: Address) -> Tensor:
-        radius = normal(address.sub("radius"), len(self.layout.sizes), direction.device)
+    @property
+    def noise_size(self) -> int:
+        """One number a weight, and, with radial noise, one more a tensor for its radius."""
+        return self.layout.size + (len(self.layout.sizes) if self.noise == "radial" else 0)
+
+    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return μ + σ ⊙ ε and σ."""
+        std = self.std
+        if noise is None:
+            return self.mean, std
+        if self.noise == "radial":
+            noise = self._radial(*noise.split([self.layout.size, len(self.layout.sizes)]))
+        return torch.addcmul(self.mean, std, noise), std
+
+    def _radial(self, direction: Tensor, radius: Tensor) -> Tensor:
         pieces = direction.split(self.layout.sizes)
         length = torch.stack([piece.norm() for piece in pieces])
         return torch.cat([piece * factor for piece, factor in zip(pieces, radius / length)])

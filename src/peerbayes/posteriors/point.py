@@ -21,6 +21,15 @@ class Point(Posterior):
         """Return the weights; every address gives the same."""
         return self.centre()
 
+    @property
+    def noise_size(self) -> int:
+        """None at all."""
+        return 0
+
+    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Return the weights."""
+        return self.mean, None
+
     def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
         """Return zeros, shape (size,)."""
         return torch.zeros_like(self.mean)
