@@ -124,7 +124,7 @@ def train(
         int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 10 s")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="How steps are run; auto is captured (one CUDA graph) on a GPU, else eager.")
+        Engine, typer.Option(help="How steps are run: op by op, with compiled networks, or as one CUDA graph.")
     ] = Engine.auto,
     precision: Annotated[
         Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import noise
+from peerbayes.errors import InputError
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.networks import capture
 from peerbayes.noise import Address
@@ -140,7 +141,7 @@ def compiled_forward(posterior: Posterior, layers: list[str], autocast: torch.dt
             capture(posterior.network, layers) as found,
         ):
             logits = posterior.run_network(images, posterior.named(flat))
-        return logits.float(), [found[layer] for layer in layers], flat, std
+        return logits.float(), [found[layer].float() for layer in layers], flat, std
 
     compiled = torch.compile(forward)
 
@@ -165,7 +166,7 @@ def _kept_state(learner: Learner) -> Iterator[None]:
 
 
 def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
-    """Return the engine's name; ``auto`` is ``captured`` on a GPU and ``eager`` elsewhere."""
-    if name == "auto":
-        return "captured" if device.type == "cuda" else "eager"
-    return name
+    """Return the engine's name, if the device has what it needs; ``auto`` is ``eager``."""
+    if name == "captured" and device.type != "cuda":
+        raise InputError(f"the captured engine needs a CUDA device, not {device.type}; use eager or compiled")
+    return "eager" if name == "auto" else name

@@ -59,7 +59,7 @@ class Learner:
         save: called with (tensors, description) at checkpoints; None for no checkpoints.
         log: called with each epoch's line.
         checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
-        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: eager.
         autocast: the type that networks compute in; None for float32. Terms and weights stay in float32.
     """
 
@@ -268,6 +268,7 @@ class Learner:
             weights = posterior.draw(address)
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
                 logits, features = posterior.forward_features(images, weights, self.layers)
+            features = {layer: feature.float() for layer, feature in features.items()}
             return terms.Output(posterior, weights, logits.float(), features)
 
     @contextlib.contextmanager

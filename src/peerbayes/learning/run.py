@@ -167,7 +167,7 @@ def train(
         root: data root.
         reporter: is told what happens; silent by default.
         checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
-        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: eager.
         precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
     """
     folder = Path(run)
@@ -185,8 +185,6 @@ def train(
 
 def _engine_options(engine: Name | Literal["auto"], precision: Precision, device: torch.device) -> dict[str, Any]:
     picked = pick(engine, device)
-    if picked == "captured" and device.type != "cuda":
-        raise InputError(f"the captured engine needs a CUDA device, not {device.type}; use eager or compiled")
     half = precision == "bfloat16" or (precision == "auto" and picked == "captured")
     return {"engine": picked, "autocast": torch.bfloat16 if half else None}
 

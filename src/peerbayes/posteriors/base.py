@@ -79,7 +79,7 @@ class Posterior(nn.Module):
         source = None if start_from is None else _state_of(start_from)
         self.network = copy.deepcopy(network)
         first_names = _first_names(self.network)
-        chosen, others, self._aliases = _take_parameters(self.network, bayesian)
+        chosen, others, self.aliases = _take_parameters(self.network, bayesian)
         if not chosen and not others:
             raise InputError(f"{type(network).__name__} has no trainable parameters")
         self.layout = Layout({name: tensor.shape for name, tensor in chosen.items()})
@@ -152,16 +152,17 @@ class Posterior(nn.Module):
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Return all parameters by name, as a plain dict of views."""
         tensors = self.layout.views(flat) | self.rest_layout.views(self.rest)
-        tensors |= {alias: tensors[name] for alias, name in self._aliases.items()}
+        tensors |= {alias: tensors[name] for alias, name in self.aliases.items()}
         return tensors
 
     def forward(self, inputs: Tensor, weights: Weights | None = None) -> Tensor:
         """Return logits (B, C) of one draw (the mean weights by default); images in [0, 1] or uint8."""
         return self.run_network(inputs, weights if weights is not None else self.centre())
 
-    def run_network(self, inputs: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
         """Return the network's output with the named tensors in the places of its parameters."""
-        logits: Tensor = torch.func.functional_call(self.network, tensors, (_prepared(inputs),), tie_weights=False)
+        network = self.network if network is None else network
+        logits: Tensor = torch.func.functional_call(network, tensors, (_prepared(inputs),), tie_weights=False)
         return logits
 
     def forward_features(
@@ -183,7 +184,7 @@ class Posterior(nn.Module):
         plain = copy.deepcopy(self.network)
         made: dict[str, nn.Parameter] = {}
         for name, tensor in (weights if weights is not None else self.centre()).items():
-            canonical = self._aliases.get(name, name)
+            canonical = self.aliases.get(name, name)
             if canonical not in made:
                 made[canonical] = nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
             owner, _, leaf = name.rpartition(".")

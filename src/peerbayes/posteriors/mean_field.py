@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
 from peerbayes.posteriors.base import Posterior, Predicate, Source, Weights, conv_and_linear
@@ -103,8 +104,7 @@ class MeanField(Posterior):
         """
         std = self.std if weights is None or weights.std is None else weights.std
         if self.noise == "gaussian":
-            kl: Tensor = _GaussianKL.apply(self.mean, std, self.anchor, self.prior_std)
-            return kl
+            return gaussian_kl(self.mean, std, self.anchor, self.prior_std)
         if weights is None:
             raise InputError("the KL of radial noise is estimated from a draw: pass weights=posterior.draw(address)")
         scaled = (weights.flat - self.anchor) / self.prior_std
@@ -120,32 +120,3 @@ class MeanField(Posterior):
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the values of ρ are in the file."""
         return {"prior_std": self.prior_std, "prior": self.prior, "noise": self.noise}
-
-
-class _GaussianKL(torch.autograd.Function):
-    """`peerbayes.divergences.gaussian_kl` to a fixed prior, number for number, with its gradient in closed form.
-
-    The KL is differentiated first in a backward pass, when every activation is still alive: what autograd would keep
-    and make on the way sets the peak memory of a training step.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mean: Tensor, std: Tensor, prior_mean: Tensor, prior_std: float) -> Tensor:
-        ratio = std / prior_std
-        kl = ratio.square().sub_(1) + (mean - prior_mean).div_(prior_std).pow_(2)
-        return kl.mul_(0.5).sub_(ratio.log_())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:  # noqa: ARG004
-        mean, std, prior_mean, ctx.prior_std = inputs
-        ctx.save_for_backward(mean, std, prior_mean)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        mean, std, prior_mean = ctx.saved_tensors
-        precision = ctx.prior_std**-2
-        by_mean = grad * (mean - prior_mean).mul_(precision)
-        by_std = grad * (std * precision).sub_(std.reciprocal())
-        return by_mean, by_std, None, None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
+from peerbayes.posteriors.folding import Folded
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -112,17 +113,18 @@ def _accumulate(
     posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, settle: float | None
 ) -> Prediction:
     device = posterior.device
+    network = Folded(posterior)
     active = torch.arange(len(images))
     spent = torch.zeros(len(images), dtype=torch.int64)
     total: Tensor | None = None
     entropy = torch.zeros(len(images), device=device)
     referee: _Referee | None = None
     for number in range(draws):
-        weights = posterior.draw(address.at(number))
+        flat = posterior.draw(address.at(number)).flat
         chunks = active.split(batch_size)
         whole = len(active) == len(images)
         parts = [
-            posterior((images[c[0] : c[-1] + 1] if whole else images[c.to(images.device)]).to(device), weights)
+            network((images[c[0] : c[-1] + 1] if whole else images[c.to(images.device)]).to(device), flat)
             .float()
             .log_softmax(-1)
             for c in chunks
