@@ -90,8 +90,7 @@ def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Te
     fixed = not any(isinstance(t, Tensor) and t.requires_grad for t in (mean_p, std_p))
     shapes = [t.shape for t in (mean_q, std_q, mean_p, std_p) if isinstance(t, Tensor)]
     if fixed and mean_q.shape == std_q.shape == torch.broadcast_shapes(*shapes):
-        prior = (torch.as_tensor(t, dtype=std_q.dtype, device=std_q.device) for t in (mean_p, std_p))
-        found: Tensor = _KLToFixed.apply(mean_q, std_q, *prior)
+        found: Tensor = _KLToFixed.apply(mean_q, std_q, mean_p, std_p)
         return found
     ratio = std_q / std_p
     return 0.5 * (ratio.square() - 1 + ((mean_q - mean_p) / std_p).square()) - ratio.log()
@@ -107,18 +106,20 @@ class _KLToFixed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(mean_q: Tensor, std_q: Tensor, mean_p: Tensor, std_p: Tensor) -> Tensor:
+    def forward(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
         ratio = std_q / std_p
         found = ratio.square().sub_(1) + ((mean_q - mean_p) / std_p).square()
         return found.mul_(0.5).sub_(ratio.log_())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in inputs))
+        ctx.numbers = [t if not isinstance(t, Tensor) else None for t in inputs]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        mean_q, std_q, mean_p, std_p = ctx.saved_tensors
+        saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+        mean_q, std_q, mean_p, std_p = (number if tensor is None else tensor for tensor, number in saved)
         precision = std_p**-2
         by_mean = grad * ((mean_q - mean_p) * precision)
         by_std = grad * (std_q * precision).sub_(std_q.reciprocal())

@@ -73,6 +73,12 @@ class Compiled(Eager):
             for name, posterior in learner.peers.items()
         }
 
+    def step(self) -> None:
+        """Run one step; a measurement of gradient shares runs beside it, op by op."""
+        if self.learner.measures_now:
+            self.learner.measure_now()
+        self.learner.body(self.learner.clock)
+
 
 class Captured(Compiled):
     """The compiled step of the whole cohort as one CUDA graph, each peer on its own stream."""
@@ -106,7 +112,7 @@ class Captured(Compiled):
             self._body()
 
     def step(self) -> None:
-        """Replay the step; a measurement of gradient shares runs beside it, op by op."""
+        """Replay the step; a measurement of gradient shares runs beside it as in `Compiled`."""
         assert self.graph is not None
         learner = self.learner
         learner.epoch_order()

@@ -195,9 +195,15 @@ class Learner:
         """Run one step, op by op."""
         self.body(self.clock, measure=self.measures_now)
 
+    def _use(self, forwards: dict[str, Forward], streams: dict[str, torch.cuda.Stream]) -> None:
+        self.forwards, self.streams = forwards, streams
+
     def measure_now(self) -> None:
-        """Measure the terms' shares of the gradient at this step, and change nothing else."""
+        """Measure the terms' shares of the gradient at this step, op by op, and change nothing else."""
+        fast = self.forwards, self.streams
+        self.forwards, self.streams = {}, {}  # a compiled backward pass can't be asked term by term
         with contextlib.ExitStack() as stack:
+            stack.callback(self._use, *fast)
             for posterior in self.peers.values():
                 stack.enter_context(_kept_buffers(posterior))
             batch = self._forward(self.clock)

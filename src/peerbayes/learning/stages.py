@@ -42,6 +42,7 @@ def make_optimizer(options: settings.Optimizer, parameters: Iterable[nn.Paramete
             momentum=options.momentum,
             nesterov=options.nesterov,
             weight_decay=options.weight_decay,
+            fused=on_gpu,
         )
     kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
     return kind(parameters, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
