@@ -43,16 +43,16 @@ def test_parameter_counts_are_the_known_ones(name, blocks, known):
 
 
 def test_parameter_count_follows_classes_and_channels():
-    network = build("resnet8", Inputs(7, (1, 28, 28), (0.5,), (0.5,)))
-    assert sum(p.numel() for p in network.parameters()) == count_by_arithmetic(1, 1, 7)
+    network = build("resnet20", Inputs(7, (1, 28, 28), (0.5,), (0.5,)))
+    assert sum(p.numel() for p in network.parameters()) == count_by_arithmetic(3, 1, 7)
 
 
-@pytest.mark.parametrize("name", ["resnet20", "resnet8"])
-def test_stage_outputs_are_those_of_the_paper(name):
+@pytest.mark.parametrize(("name", "width"), [("resnet20", 16), ("resnet56", 16), ("resnet8", 8)])
+def test_stage_outputs_halve_in_size_and_double_in_width(name, width):
     network = build(name, CIFAR).eval()
     with torch.no_grad(), capture(network, ["stage1", "stage2", "stage3"]) as found:
         logits = network(torch.rand(2, 3, 32, 32))
-    assert [tuple(t.shape[1:]) for t in found.values()] == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+    assert [tuple(t.shape[1:]) for t in found.values()] == [(width, 32, 32), (2 * width, 16, 16), (4 * width, 8, 8)]
     assert all(t.min() == 0 for t in found.values())
     torch.testing.assert_close(network.linear(found["stage3"].mean((2, 3))), logits)
 
