@@ -75,7 +75,7 @@ def reliability_figure(records: Sequence[Record]) -> Figure:
         ]
         total = count.sum(0)
         # A bin of a handful of images says nothing: the line passes over it.
-        full = total >= max(5, 0.002 * total.sum())
+        full = total >= max(10, 0.005 * total.sum())
         axes.plot(
             sums[0][full] / total[full], sums[1][full] / total[full], style, color=colour, marker="o", markersize=3,
             label=f"{name} (ECE {np.mean([p['ece'] for p in peers]):.3f})",
