@@ -16,7 +16,6 @@ from peerbayes.learning.run import build_peer
 from peerbayes.learning.stages import learning_rate
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point
-from peerbayes.terms import registry
 
 SHAPE = (1, 4, 4)
 INPUTS = networks.Inputs(3, SHAPE, (0.5,), (0.3,))
@@ -89,14 +88,6 @@ def state(posterior):
 
 def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-@pytest.fixture
-def user_term():
-    before = dict(registry._TERMS)
-    yield terms.term
-    registry._TERMS.clear()
-    registry._TERMS.update(before)
 
 
 # ---- learning rates ---------------------------------------------------------------------------------------------

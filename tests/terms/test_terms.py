@@ -16,7 +16,7 @@ from peerbayes.learning import Learner, PeerbayesWarning, Recipe
 from peerbayes.learning.stages import SHARED, StageState
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point
-from peerbayes.terms import Batch, Fusion, Output, Shapes, registry
+from peerbayes.terms import Batch, Fusion, Output, Shapes
 
 LAYERS = ["stage1", "stage2", "stage3"]
 ALL = {
@@ -84,14 +84,6 @@ def parameters(batch, peer):
 
 def number(tensor):
     return float(tensor.detach())
-
-
-@pytest.fixture
-def user_term():
-    before = dict(registry._TERMS)
-    yield terms.term
-    registry._TERMS.clear()
-    registry._TERMS.update(before)
 
 
 # ---- likelihood and KL ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import peerbayes
 from peerbayes import data as data_room
@@ -313,7 +313,15 @@ def _train(
     device = next(iter(peers.values())).device
     if isinstance(loaded.train, data_room.ArraySplit):
         loaded = dataclasses.replace(loaded, train=loaded.train.to(device))
-    learner = Learner(recipe, peers, loaded, seed, reporter=reporter, checkpoint_every=checkpoint_every, **options)
+    log = _MetricsLog(folder / "metrics.jsonl")
+
+    def save(tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        checkpoints.write(folder, about["position"]["step"], tensors, about)
+
+    learner = Learner(
+        recipe, peers, loaded, seed, reporter=reporter, save=save, log=log.write, checkpoint_every=checkpoint_every,
+        **options,
+    )  # fmt: skip
     newest = checkpoints.read_newest(folder) if resume and folder.is_dir() else None
     if newest is not None:
         tensors, about, complaints = newest
@@ -328,9 +336,7 @@ def _train(
         _write_text(folder / "run.json", json.dumps(about, indent=1))
         # The recipe comes last: a folder that has one has the rest.
         _write_text(folder / "recipe.toml", recipe.to_toml())
-        log = _MetricsLog(folder / "metrics.jsonl", learner.position.step)
-        learner._save = lambda t, a: (checkpoints.write(folder, learner.position.step, t, a), None)[1]
-        learner._log = log.write
+        log.keep_until(learner.position.step)
         reporter.headline(
             _headline(recipe, loaded, f"{device.type}, {learner.engine.name}", seed, learner.position.step)
         )
@@ -376,17 +382,20 @@ def _refuse_occupied(folder: Path, recipe: Recipe, seed: int, resume: bool) -> N
 
 
 class _MetricsLog:
-    """metrics.jsonl, without the lines of steps that a resumed run will do again."""
+    """metrics.jsonl."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again."""
         kept = []
-        if path.is_file():
-            for line in path.read_text().splitlines():
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut short
                     if json.loads(line)["step"] <= step:
                         kept.append(line)
-        _write_text(path, "".join(f"{line}\n" for line in kept))
+        _write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def write(self, line: dict[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
