@@ -1,6 +1,6 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
-from peerbayes.learning.loop import Learner, TrainingError, predict_split
+from peerbayes.learning.loop import Learner, TrainingError
 from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, environment, fit, load, load_data, train
@@ -20,6 +20,5 @@ __all__ = [
     "load_data",
     "load_recipe",
     "packaged",
-    "predict_split",
     "train",
 ]

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation, terms
-from peerbayes.data import Dataset, Split, augment, order, to_unit
+from peerbayes.data import Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
 from peerbayes.learning.engine import Captured, Clock, Compiled, Eager, Forward, Name, pick
 from peerbayes.learning.progress import Reporter
+from peerbayes.learning.shares import gradient_shares, newly_inert
 from peerbayes.learning.stages import SHARED, StageState, learning_rate, set_global_seed
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior, Weights
+from peerbayes.posteriors import Posterior, Weights, predict_split
 
 ENGINES: dict[Name, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
 VALIDATION_DRAWS = 4
-INERT_SHARE = 1e-4
 
 
 class TrainingError(RuntimeError):
@@ -304,37 +304,17 @@ class Learner:
     # ---- what the terms say of themselves -----------------------------------------------------------------------
 
     def _measure_shares(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+        options = self.recipe.stages[self.position.stage].terms
         for peer, by_term in values.items():
-            parameters = [p for p in self.peers[peer].parameters() if p.requires_grad and p.numel()]
-            norms: dict[str, float] = {}
-            for term, value in by_term.items():
-                found = (
-                    torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-                    if value.requires_grad
-                    else [None]
-                )
-                norms[term] = sum(float(g.square().sum()) for g in found if g is not None) ** 0.5
-            whole = sum(norms.values()) or 1.0
-            self.position.shares[peer] = {term: norm / whole for term, norm in norms.items()}
-            self._name_inert_terms(peer, by_term)
-
-    def _name_inert_terms(self, peer: str, by_term: Mapping[str, Tensor]) -> None:
-        stage = self.recipe.stages[self.position.stage]
-        for term, share in self.position.shares[peer].items():
-            key = f"{peer}/{term}"
-            seen = self.position.inert.get(key, 0)
-            if share >= INERT_SHARE or stage.terms[term].get("weight") == 0:
-                self.position.inert[key] = 0
-                continue
-            self.position.inert[key] = seen + 1
-            # No gradient at all is said at once; a small share only when it stays small.
-            if seen + 1 == (1 if share == 0 else 2):
+            parameters = (p for p in self.peers[peer].parameters() if p.requires_grad and p.numel())
+            found = self.position.shares[peer] = gradient_shares(by_term, parameters)
+            wanted = {term: share for term, share in found.items() if options[term].get("weight") != 0}
+            for term in newly_inert(wanted, self.position.inert, peer):
                 self.reporter.warn(
                     f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "
-                    f"{share:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, or "
-                    "drop it"
+                    f"{found[term]:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, "
+                    "or drop it"
                 )
-                self.position.inert[key] = 10**9
 
     def _check(self, values: Mapping[str, Mapping[str, Tensor]], clock: Clock) -> None:
         # On a GPU a look every step would stall it, and a captured step can't look: `check_sums` does.
@@ -502,20 +482,3 @@ def _kept_buffers(posterior: Posterior) -> Iterator[None]:
     finally:
         for buffer, before in kept:
             buffer.copy_(before)
-
-
-def predict_split(
-    posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predict a whole split in chunks that fit in memory.
-
-    Returns:
-        log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
-    """
-    parts: list[tuple[Tensor, ...]] = []
-    for index in torch.arange(len(split)).split(8192):
-        images, labels = split.batch(index, posterior.device)
-        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
-        parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
-    log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
-    return log_p, labels, disagreement, spent

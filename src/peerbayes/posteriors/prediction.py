@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from peerbayes.data import Split
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors.folding import Folded
@@ -107,6 +108,23 @@ def predict(
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def predict_split(
+    posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Predict a whole split in chunks that fit in memory.
+
+    Returns:
+        log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    for index in torch.arange(len(split)).split(8192):
+        images, labels = split.batch(index, posterior.device)
+        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
+        parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
+    log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
+    return log_p, labels, disagreement, spent
 
 
 def _accumulate(

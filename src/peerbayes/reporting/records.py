@@ -13,9 +13,9 @@ from torch import Tensor
 from peerbayes import evaluation
 from peerbayes.data import Dataset, load_images
 from peerbayes.errors import InputError
-from peerbayes.learning import Run, environment, load_data, predict_split
+from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
-from peerbayes.posteriors import Posterior, storage
+from peerbayes.posteriors import Posterior, predict_split, storage
 
 Record = dict[str, Any]
 
