@@ -521,3 +521,95 @@ def test_a_real_process_fails_in_one_line(tmp_path):
         "peerbayes: recipe mutual/digits-ours: stages.0 has no key 'epoch'; did you mean 'epochs'?\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- what a newcomer trips over ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "x", "--bogus"], ["evaluate"], ["train", "x", "--seed", "y"], ["train", "x", "--seed", "-1"]]
+)
+def test_a_wrong_command_line_is_one_sentence(capsys, words):
+    assert refused(capsys, *words).endswith("see --help")
+
+
+@pytest.mark.parametrize("words", [["show"], ["frob", "mutual/ours"], ["list", "mutual/ours"], ["show", "a", "b"]])
+def test_recipes_takes_list_or_show(capsys, words):
+    assert refused(capsys, "recipes", *words).endswith("expected 'list' or 'show NAME'")
+
+
+def test_recipes_show_prints_a_recipe():
+    assert called("recipes", "show", "mutual/digits-dml") == load_recipe("mutual/digits-dml").to_toml() + "\n"
+    assert called("recipes", "list") == called("recipes")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (("peers.0.network=resnet8",), "term 'weight_diversity' needs peers of equal shape"),
+        (("stages.0.terms.feature_diversity={layers=['hidden', 'nope']}",), "has no layer 'nope'"),
+    ],
+)
+def test_bad_input_is_found_before_a_source_is_trained(capsys, place, tmp_path, pairs, words):
+    source = f"peers.1.start_from={place / 'source.toml'}"
+    arguments = change(source, *pairs)
+    assert words in refused(capsys, "train", place / "small.toml", "--run", tmp_path / "runs" / "x", *arguments, *QUIET)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_anchored_prior_needs_something_to_be_anchored_at(capsys, place, tmp_path):
+    bad = change("peers.0.posterior.prior=anchored")
+    found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "x", *bad, *QUIET)
+    assert "peer 'a' has an anchored prior but no start_from" in found
+
+
+def test_settled_draws_are_reported_recorded_and_used_for_all_figures(trained, place):
+    arguments = (
+        "evaluate",
+        place / "run",
+        "--draws",
+        60,
+        "--settle",
+        0.2,
+        "--ood",
+        place / "small.npz",
+        "--device",
+        "cpu",
+    )
+    record = json.loads(called(*arguments, "--json"))
+    assert record["settle"] == 0.2
+    assert all(2 <= peer["draws_spent"] <= 60 for peer in record["peers"])
+    # The same images are inside and outside: told apart by chance alone, if both sides are drawn alike.
+    assert all(peer["out_of_distribution"][str(place / "small.npz")]["auroc"] == 0.5 for peer in record["peers"])
+    text = called(*arguments)
+    for peer in record["peers"]:
+        assert f"{peer['name']}: {peer['draws_spent']:.1f} of at most 60 draws an image, settled at level 0.2" in text
+
+
+def test_a_run_replays_what_was_evaluated_and_finds_its_data_from_anywhere(trained, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    called("train", "small.toml", "--run", tmp_path / "run", "--seed", 5, "--set", "data.name=small.npz", *QUIET)
+    monkeypatch.chdir(tmp_path)
+    run = peerbayes.load("run")
+    record = json.loads(called("evaluate", "run", "--json", "--device", "cpu"))
+    test = peerbayes.data.load(run.recipe.data.name).test
+    for peer in record["peers"]:
+        found = run[peer["name"]].predict(test.images, 3)
+        assert (found.address.seed, found.address.owner) == (5, peer["name"])
+        assert peerbayes.evaluation.nll_from_log(found.log_probabilities, test.labels) == peer["nll"]
+        with pytest.raises(peerbayes.InputError, match="there is no draw 3"):
+            found.replay(3)
+
+
+def test_a_network_that_cannot_take_the_images_is_one_sentence(place, tmp_path):
+    with pytest.raises(
+        peerbayes.InputError, match=r"network of peer 'x' can't take small's images, of shape \(1, 8, 8\)"
+    ):
+        peerbayes.fit(
+            {"x": peerbayes.Point(torch.nn.Linear(3, 3))},
+            data=place / "small.npz",
+            recipe=place / "source.toml",
+            run=tmp_path / "run",
+            overrides=["data.validation=0"],
+        )
+    assert list(tmp_path.iterdir()) == []

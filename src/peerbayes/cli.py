@@ -92,11 +92,11 @@ def recipes(
     """List the recipes, or show one, complete with its defaults."""
     from peerbayes.learning import load_recipe, packaged
 
-    words = [word for word in words or [] if word not in ("list", "show")]
-    if len(words) > 1:
-        raise InputError(f"recipes: expected 'list' or 'show NAME', got {len(words)} names")
-    if words:
-        recipe = load_recipe(words[0])
+    words = words or ["list"]
+    if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] != "show"):
+        raise InputError(f"recipes {' '.join(words)}: expected 'list' or 'show NAME'")
+    if words != ["list"]:
+        recipe = load_recipe(words[-1])
         typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
     found = {key: load_recipe(key) for key in packaged()}
@@ -112,7 +112,7 @@ def recipes(
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     seeds: Seeds = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     changes: Annotated[
@@ -205,6 +205,9 @@ def _show(records: list[Record], as_json: bool, many: bool) -> None:
     typer.echo(reporting.text_table(records))
     for record in records:
         for peer in record["peers"]:
+            if record["settle"] is not None:
+                spent = f"{peer['draws_spent']:.1f} of at most {record['draws']} draws an image"
+                typer.echo(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")
             for name, figures in peer.get("out_of_distribution", {}).items():
                 shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items())
                 typer.echo(f"seed {record['seed']} {peer['name']} against {name}: {shown}")
@@ -229,15 +232,20 @@ def _reporter(quiet: bool) -> Reporter:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
-        app(arguments)
+        sys.exit(app(arguments, standalone_mode=False) or 0)
     except InputError as error:
         print(f"peerbayes: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("peerbayes: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
-        if type(error).__name__ != "TrainingError":
+    except Exception as error:
+        if type(error).__name__ == "TrainingError":  # by name: torch may not have been imported
+            print(f"peerbayes: {error}", file=sys.stderr)
+            sys.exit(1)
+        if not hasattr(error, "format_message"):
             raise
-        print(f"peerbayes: {error}", file=sys.stderr)
-        sys.exit(1)
+        # The command line itself is wrong; without any words the help is the answer.
+        words = error.format_message()
+        print(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", file=sys.stderr)
+        sys.exit(2)

@@ -30,7 +30,7 @@ class Strict(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise InputError(f"{origin}: {_sentence(error)}") from None
+            raise InputError(f"{origin}: {_sentence(error, given)}") from None
 
 
 def nested(error: ValidationError, place: str) -> PydanticCustomError:
@@ -50,9 +50,9 @@ def _first_fault(error: ValidationError) -> dict[str, Any]:
     return min(faults, key=lambda fault: fault["type"] != "unknown_key")
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, given: Any) -> str:
     fault = _first_fault(error)
-    place = ".".join(str(part) for part in fault["loc"])
+    place = _place(fault["loc"], given)
     if fault["type"] == "unknown_key":
         return f"{place} {fault['msg']}" if place else str(fault["msg"])
     if fault["type"] == "missing":
@@ -62,3 +62,17 @@ def _sentence(error: ValidationError) -> str:
     # Sentences of our own name what was given; a whole table would drown the message.
     own = fault["type"] == "value_error" or isinstance(fault["input"], dict)
     return text if own else f"{text}, got {fault['input']!r}"
+
+
+def _place(location: tuple[int | str, ...], given: Any) -> str:
+    # A tagged table's tag (its kind) stands in pydantic's location, but is no key that anybody can set.
+    parts, node = [], given
+    for part in location:
+        if isinstance(node, dict) and part not in node and part in node.values():
+            continue
+        parts.append(str(part))
+        try:
+            node = node[part]
+        except (TypeError, KeyError, IndexError):
+            node = None
+    return ".".join(parts)

@@ -76,7 +76,7 @@ UNKNOWN = {
     ),
     "prior_sd": (
         lambda t: t["peers"][0]["posterior"].update(prior_sd=1.0),
-        "peers.0.posterior.mean_field has no key 'prior_sd'; did you mean 'prior_std'?",
+        "peers.0.posterior has no key 'prior_sd'; did you mean 'prior_std'?",
     ),
     "epoch": (lambda t: t["stages"][0].update(epoch=3), "stages.0 has no key 'epoch'; did you mean 'epochs'?"),
     "learning_rate": (

@@ -311,7 +311,10 @@ def test_fit_trains_in_place_and_leaves_a_run_that_load_gives_back(fitted):
 
 def test_load_without_networks_says_what_is_missing(fitted):
     run = pb.load(fitted[1].folder)
-    with pytest.raises(InputError, match=r"peer 'one' has a network of your own; pass networks=\{'one': \.\.\.\}"):
+    with pytest.raises(
+        InputError,
+        match=r"peer 'one' has a network of your own; open .*networks=\{'one': \.\.\.\}",
+    ):
         run["one"]
     with pytest.raises(KeyError):
         run["nobody"]
@@ -369,3 +372,8 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
     record = pb.evaluate(run, data=loaded, draws=3)
     log_p = only_last.predict(loaded.test.images, 3, name="one").log_probabilities
     assert record["peers"][0]["nll"] == pytest.approx(pb.evaluation.nll_from_log(log_p, loaded.test.labels))
+
+
+def test_runs_with_other_settings_are_never_averaged_as_if_they_were_seeds():
+    one, two, other = (record("dnn", seed, (0.9,), settings=s) for seed, s in ((0, "a"), (1, "a"), (2, "b")))
+    assert [len(group) for group in tables.grouped([one, two, other]).values()] == [2, 1]

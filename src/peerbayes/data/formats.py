@@ -86,7 +86,7 @@ def read_npz(path: Path, keys: Collection[str], required: str | None = None) -> 
             found = list(file.files)
             arrays = {key: file[key] for key in keys if key in found}
     except Exception as error:  # zipfile, zlib and numpy each have their own
-        raise InputError(f"{path}: cannot be read as an .npz file ({error or type(error).__name__})") from error
+        raise InputError(f"{path}: cannot be read as an .npz file (damaged, cut short, or not one)") from error
     if required is not None and required not in arrays:
         raise InputError(f"{path}: no key '{required}' (found: {', '.join(found) or 'nothing'})")
     return arrays

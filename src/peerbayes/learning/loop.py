@@ -446,10 +446,8 @@ class Learner:
             state = self._begin_stage(number)
             outputs = {}
             for name, posterior in self.peers.items():
-                with torch.no_grad(), _kept_buffers(posterior):
-                    posterior.eval()
-                    weights = posterior.draw(Address(self.seed, name, "step", 0))
-                    logits, features = posterior.forward_features(batch, weights, self._layers[number])
+                weights = posterior.draw(Address(self.seed, name, "step", 0))
+                logits, features = self._try_network(name, batch, weights, self._layers[number])
                 if logits.dim() != 2 or logits.shape[1] != self.data.classes:
                     raise InputError(
                         f"the network of peer '{name}' returns shape {tuple(logits.shape)}, expected "
@@ -463,13 +461,28 @@ class Learner:
                         term.value(found, name, options)
             del stage
 
+    @torch.no_grad()
+    def _try_network(
+        self, peer: str, images: Tensor, weights: Weights, layers: list[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        posterior = self.peers[peer]
+        posterior.eval()
+        with _kept_buffers(posterior):
+            try:
+                return posterior.forward_features(images, weights, layers)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                if isinstance(error, InputError):
+                    raise
+                why = str(error).strip().splitlines()[0]
+                raise InputError(
+                    f"the network of peer '{peer}' can't take {self.data.name}'s images, of shape "
+                    f"{tuple(images.shape[1:])}: {why}"
+                ) from error
+
     def _shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
         if not layers:
             return terms.Shapes({}, self.data.classes)
-        posterior = self.peers[peer]
-        with torch.no_grad(), _kept_buffers(posterior):
-            posterior.eval()
-            _, features = posterior.forward_features(self._example, posterior.centre(), layers)
+        _, features = self._try_network(peer, self._example, self.peers[peer].centre(), layers)
         return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
 

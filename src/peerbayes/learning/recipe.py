@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
@@ -69,6 +70,12 @@ class Peer(Strict):
     network: str
     posterior: Annotated[Point | MeanField, Field(discriminator="kind")]
     start_from: str | None = None
+
+    @model_validator(mode="after")
+    def _anchor_is_given(self) -> Peer:
+        if isinstance(self.posterior, MeanField) and self.posterior.prior == "anchored" and self.start_from is None:
+            raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
+        return self
 
 
 class Optimizer(Strict):
@@ -161,6 +168,11 @@ class Recipe(Strict):
     def epochs(self) -> int:
         """Epochs of all stages."""
         return sum(stage.epochs for stage in self.stages)
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the whole recipe: runs that have it in common differ in the seed alone."""
+        return hashlib.blake2b(self.to_toml().encode(), digest_size=4).hexdigest()
 
     def to_toml(self) -> str:
         """Return the complete recipe as TOML, defaults filled in."""

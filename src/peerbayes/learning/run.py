@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -83,7 +82,10 @@ class Run(Mapping[str, Posterior]):
             return self._networks[peer]
         name = next(p.network for p in self.recipe.peers if p.name == peer)
         if name == CUSTOM:
-            raise InputError(f"{self.folder}: peer '{peer}' has a network of your own; pass networks={{'{peer}': ...}}")
+            raise InputError(
+                f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "
+                f"peerbayes.load(folder, networks={{'{peer}': ...}})"
+            )
         return networks.build(name, networks.Inputs(**_tuples(self.about["inputs"])))
 
     def __iter__(self) -> Iterator[str]:
@@ -136,9 +138,11 @@ def fit(
     table["peers"] = given
     table["data"].pop("classes", None)
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
-    found = Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}")
+    found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
     loaded = data if isinstance(data, Dataset) else load_data(found, root)
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
+    for name, posterior in peers.items():
+        posterior.seed, posterior.name = seed, name
     _train(found, dict(peers), loaded, Path(run), seed, resume, reporter)
     return Run(run, networks_by_peer)
 
@@ -170,10 +174,16 @@ def train(
         engine: ``eager``, ``compiled``, ``captured``, or ``auto``: eager.
         precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
     """
-    folder = Path(run)
+    folder, recipe = Path(run), _with_full_path(recipe)
     _refuse_occupied(folder, recipe, seed, resume)
     loaded = load_data(recipe, root)
     where = pick_device(device)
+    if any(peer.start_from for peer in recipe.peers):
+        # Everything is checked before a source is trained, which may take days.
+        trial = [peer.model_copy(update={"start_from": None}) for peer in recipe.peers]
+        Learner(
+            recipe, {p.name: build_peer(p, recipe, loaded, seed, folder.parent, where) for p in trial}, loaded, seed
+        )
     peers = {
         peer.name: build_peer(peer, recipe, loaded, seed, folder.parent, where, root, reporter, engine, precision)
         for peer in recipe.peers
@@ -187,6 +197,14 @@ def _engine_options(engine: Name | Literal["auto"], precision: Precision, device
     picked = pick(engine, device)
     half = precision == "bfloat16" or (precision == "auto" and picked == "captured")
     return {"engine": picked, "autocast": torch.bfloat16 if half else None}
+
+
+def _with_full_path(recipe: Recipe) -> Recipe:
+    # A run must find its data again from another folder.
+    path = Path(recipe.data.name)
+    if recipe.data.name in data_room.names() or not path.exists():
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"name": str(path.resolve())})})
 
 
 def load_data(recipe: Recipe, root: str | Path | None = None) -> Dataset:
@@ -231,7 +249,9 @@ def build_peer(
         network = networks.build(peer.network, inputs)
     options = peer.posterior.model_dump(exclude={"kind"})
     if peer.posterior.kind == "point":
-        return Point(network, start_from=source).to(device)
+        point = Point(network, start_from=source).to(device)
+        point.seed, point.name = seed, peer.name
+        return point
     return MeanField(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
 
 
@@ -273,9 +293,7 @@ def _source(
     fitted = Recipe.parse(table, f"recipe {source}")
     folder = default_folder(source, seed, runs)
     if fitted != named:
-        folder = folder.with_name(
-            f"{folder.name}-{hashlib.blake2b(fitted.to_toml().encode(), digest_size=4).hexdigest()}"
-        )
+        folder = folder.with_name(f"{folder.name}-{fitted.digest}")
     if not (folder / "recipe.toml").is_file() or not Run(folder).finished:
         if reporter is not None:
             reporter.headline(f"{source}: training it first, into {folder}")

@@ -74,6 +74,7 @@ class Posterior(nn.Module):
         start_from: Source | None = None,
     ) -> None:
         super().__init__()
+        self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         source = None if start_from is None else _state_of(start_from)
@@ -212,7 +213,11 @@ class Posterior(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write the posterior to one safetensors file, atomically."""
-        storage.write(Path(path), self.state(), {"kind": self.kind, "options": self.options()})
+        storage.write(
+            Path(path),
+            self.state(),
+            {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name},
+        )
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
@@ -224,6 +229,7 @@ class Posterior(nn.Module):
         chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
         posterior = found(network, bayesian=lambda name, _module: name in chosen, **about["options"])
         posterior.load_state(tensors, str(path))
+        posterior.seed, posterior.name = about["seed"], about["name"]
         return posterior
 
     def _adopt(

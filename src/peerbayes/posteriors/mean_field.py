@@ -29,8 +29,8 @@ class MeanField(Posterior):
         noise: ``"gaussian"`` or ``"radial"``.
         bayesian: chooses parameters by (name, owning module); convolutions and linear layers by default.
         start_from: a trained network to take means, batch-norm parameters and statistics from.
-        seed: seed of the initial ρ.
-        name: owner of the initial ρ's noise, so that peers of one seed differ.
+        seed: with ``name``, where its noise lives: the initial ρ, and its draws in predictions.
+        name: a name of its own makes peers of one seed differ.
     """
 
     anchor: Tensor
@@ -60,6 +60,7 @@ class MeanField(Posterior):
             raise InputError(f"noise is {noise!r}, expected 'gaussian' or 'radial'")
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be Bayesian")
+        self.seed, self.name = seed, name
         self.prior_std = prior_std
         self.prior = prior
         self.noise = noise

@@ -58,6 +58,10 @@ class Prediction:
 
     def replay(self, draw: int) -> Weights:
         """Return the weights of one of the draws, again, exactly."""
+        if not 0 <= draw < int(self.draws.max()):
+            raise InputError(
+                f"there is no draw {draw}: the prediction was made of draws 0 to {int(self.draws.max()) - 1}"
+            )
         if self._posterior is None:
             raise InputError(
                 "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
@@ -71,8 +75,8 @@ def predict(
     images: Tensor,
     draws: int = 50,
     *,
-    seed: int = 0,
-    name: str = "peer",
+    seed: int | None = None,
+    name: str | None = None,
     batch_size: int = 512,
     settle: float | None = None,
 ) -> Prediction:
@@ -84,8 +88,8 @@ def predict(
         posterior: any posterior; a point needs one pass.
         images: (N, ...) on any device, uint8 or in [0, 1].
         draws: S, or the most draws an image may get when ``settle`` is given.
-        seed: with ``name``, the address of the draws.
-        name: whose draws they are (a peer's name).
+        seed: with ``name``, the address of the draws; the posterior's own by default.
+        name: whose draws they are (a peer's name); the posterior's own by default.
         batch_size: images a forward pass.
         settle: stop drawing for an image once its predicted class is settled at this error level: the chance
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
@@ -98,7 +102,7 @@ def predict(
         raise InputError("there are no images to predict")
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
-    address = Address(seed, name, "draw")
+    address = Address(posterior.seed if seed is None else seed, posterior.name if name is None else name, "draw")
     if posterior.device.type == "cpu":
         _keep_heap()
     modes = {module: module.training for module in posterior.modules()}

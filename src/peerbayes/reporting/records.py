@@ -52,7 +52,8 @@ def evaluate(
         found, log_p = _judge(posterior, name, run, loaded, draws, settle)
         if outside:
             found["out_of_distribution"] = {
-                other: _judge_outside(posterior, name, run, log_p, other, draws, root, loaded) for other in outside
+                other: _judge_outside(posterior, name, run, log_p, other, draws, settle, root, loaded)
+                for other in outside
             }
         peers.append(found)
         log_probabilities.append(log_p)
@@ -66,7 +67,9 @@ def evaluate(
         "hardware": run.about["hardware"],
         "versions": run.about["versions"],
         "seconds": run.about["seconds"],
+        "settings": run.recipe.digest,
         "draws": draws,
+        "settle": settle,
         "ece_bins": options.ece_bins,
         "evaluated_on": environment(where)["hardware"],
         "peers": peers,
@@ -114,17 +117,24 @@ def _judge(
         },
     }
     if loaded.validation is not None:
-        found |= _recalibrated(posterior, name, run, loaded, draws, log_p, labels)
+        found |= _recalibrated(posterior, name, run, loaded, draws, settle, log_p, labels)
     if loaded.soft_labels is not None:
         found["human_cross_entropy"] = evaluation.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
     return found, log_p
 
 
 def _recalibrated(
-    posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, log_p: Tensor, labels: Tensor
+    posterior: Posterior,
+    name: str,
+    run: Run,
+    loaded: Dataset,
+    draws: int,
+    settle: float | None,
+    log_p: Tensor,
+    labels: Tensor,
 ) -> Record:
     assert loaded.validation is not None
-    held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name)
+    held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)
     temperature = evaluation.fit_temperature(held[0], held[1])
     tempered = evaluation.temper(log_p, temperature)
     return {
@@ -141,6 +151,7 @@ def _judge_outside(
     log_p: Tensor,
     other: str,
     draws: int,
+    settle: float | None,
     root: str | Path | None,
     loaded: Dataset,
 ) -> Record:
@@ -150,7 +161,7 @@ def _judge_outside(
         raise InputError(
             f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
         )
-    outside = predict_split(posterior, split, draws, seed=run.seed, name=name)[0]
+    outside = predict_split(posterior, split, draws, seed=run.seed, name=name, settle=settle)[0]
     inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
     return {
         "auroc": evaluation.auroc(inner, outer),

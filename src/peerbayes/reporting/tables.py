@@ -37,12 +37,15 @@ def label(record: Record) -> str:
 def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Group records that differ in the seed alone, in the order in which they come.
 
-    A second run of the same recipe and seed (with other settings, say) begins a group of its own: ``Ours (2)``.
+    A run with other settings, or a second one of the same seed, begins a group of its own: ``Ours (2)``.
     """
     groups: dict[str, list[Record]] = {}
     for given in records:
         record, number = given, 1
-        while any(r["seed"] == record["seed"] for r in groups.get(_key(record), [])):
+        while any(
+            r["seed"] == record["seed"] or r.get("settings") != record.get("settings")
+            for r in groups.get(_key(record), [])
+        ):
             number += 1
             record = {**given, "method": f"{title(given['method'])} ({number})"}
         groups.setdefault(_key(record), []).append(record)
