@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import pytest
@@ -76,11 +77,13 @@ def test_the_captured_engine_asks_for_a_gpu():
         pick("captured", torch.device("cpu"))
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns while it is imported
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_captured_steps_agree_with_eager_ones_on_a_gpu():
     pytest.importorskip("triton")
     recipe = load_recipe("mutual/digits-vanilla", ["peers.*.network=mlp", "stages.*.epochs=2", "data.validation=0"])
-    data, found = load_data(recipe), {}
+    loaded, found = load_data(recipe), {}
+    data = dataclasses.replace(loaded, train=loaded.train.to("cuda"))
     for engine in ("eager", "captured"):
         peers = {
             peer.name: build_peer(
@@ -88,7 +91,9 @@ def test_captured_steps_agree_with_eager_ones_on_a_gpu():
             )
             for peer in recipe.peers
         }
-        Learner(recipe, peers, data, 0, engine=engine).run()
+        learner = Learner(recipe, peers, data, 0, engine=engine)
+        learner.run()
+        assert learner.engine.name == engine
         found[engine] = peers
     for name, posterior in found["eager"].items():
         assert torch.allclose(posterior.mean, found["captured"][name].mean, rtol=1e-2, atol=1e-3)
