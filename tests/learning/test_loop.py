@@ -554,3 +554,20 @@ def test_learning_works(tmp_path):
     run = train(Recipe.parse(table, "test"), tmp_path / "run", device="cpu")
     assert all(peer["valid_accuracy"] > 0.9 for peer in run.metrics[-1]["peers"].values())
     assert run.metrics[-1]["peers"]["a"]["terms"]["mutual"] < 0.5 * run.metrics[0]["peers"]["a"]["terms"]["mutual"]
+
+
+def test_an_infinity_that_the_network_holds_on_purpose_is_no_failure():
+    class Masked(Small):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    saved = []
+    learner = Learner(
+        made_recipe(stage()), {"a": Point(Masked())}, made_data(), 0, save=lambda *found: saved.append(found)
+    )
+    learner.run()
+    assert saved
+    learner.peers["a"].network.mask[0] = torch.nan
+    with pytest.raises(TrainingError, match="'peer/a/network/mask' is not finite"):
+        learner.checkpoint()

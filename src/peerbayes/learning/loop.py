@@ -195,19 +195,18 @@ class Learner:
         """Run one step, op by op."""
         self.body(self.clock, measure=self.measures_now)
 
-    def _use(self, forwards: dict[str, Forward], streams: dict[str, torch.cuda.Stream]) -> None:
-        self.forwards, self.streams = forwards, streams
-
     def measure_now(self) -> None:
         """Measure the terms' shares of the gradient at this step, op by op, and change nothing else."""
         fast = self.forwards, self.streams
         self.forwards, self.streams = {}, {}  # a compiled backward pass can't be asked term by term
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._use, *fast)
-            for posterior in self.peers.values():
-                stack.enter_context(_kept_buffers(posterior))
-            batch = self._forward(self.clock)
-            self._measure_shares({name: self._values(batch, name) for name in self.peers})
+        try:
+            with contextlib.ExitStack() as stack:
+                for posterior in self.peers.values():
+                    stack.enter_context(_kept_buffers(posterior))
+                batch = self._forward(self.clock)
+                self._measure_shares({name: self._values(batch, name) for name in self.peers})
+        finally:
+            self.forwards, self.streams = fast
 
     def body(self, clock: Clock, measure: bool = False) -> None:
         """The whole of a step on the device: forward, terms, backward, update, sums. Nothing waits for the host."""
@@ -410,7 +409,9 @@ class Learner:
         tensors = {f"peer/{name}/{n}": t for name, p in self.peers.items() for n, t in p.state().items()}
         tensors |= self._state.state()
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            # Networks may hold infinities on purpose (attention masks); what is learnt may not.
+            bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
+            if bool(bad.any()):
                 raise TrainingError(
                     f"'{name}' is not finite at step {self.position.step}; the last good checkpoint is kept"
                 )
@@ -442,7 +443,7 @@ class Learner:
         # One batch through every term before anything is trained or written: shapes, classes, layers, options.
         batch, labels = self.data.train.batch(torch.arange(min(4, len(self.data.train))), self.device)
         self._example = batch
-        for number, stage in enumerate(self.recipe.stages):
+        for number in range(len(self.recipe.stages)):
             state = self._begin_stage(number)
             outputs = {}
             for name, posterior in self.peers.items():
@@ -459,7 +460,6 @@ class Learner:
                 for name in self.peers:
                     with torch.no_grad():
                         term.value(found, name, options)
-            del stage
 
     @torch.no_grad()
     def _try_network(
