@@ -76,8 +76,7 @@ def build_peerbayes(images: Tensor, labels: Tensor) -> Contender:
     learner = Learner(recipe, {"peer": posterior}, data, seed=0)
 
     def step() -> None:
-        learner.body(learner.clock)
-        learner.position.step += 1
+        learner.step()
 
     def predict(batch: Tensor, draws: int) -> Tensor:
         return posterior.predict(batch, draws).probabilities

@@ -183,6 +183,98 @@ def evaluate(
     _show(records, as_json, many=len(records) > 1)
 
 
+class Sampler(enum.Enum):
+    """Samplers by name."""
+
+    grid = "grid"
+    tpe = "tpe"
+
+
+class Objective(enum.Enum):
+    """Figures of the validation split by name."""
+
+    nll = "nll"
+    accuracy = "accuracy"
+    ece = "ece"
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    over: Annotated[
+        list[str],
+        typer.Option(
+            help="What to vary: mutual.alpha=0.5,1,2 or stages.*.optimizer.lr=1e-4:1e-1:log; may be repeated."
+        ),
+    ],
+    seeds: Annotated[str, typer.Option(help="Seeds of every setting, such as 0,1,2.")] = "0,1,2",
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe for all settings: stages.0.epochs=5.")
+    ] = [],  # noqa: B006
+    sampler: Annotated[
+        Sampler | None, typer.Option(help="Every setting, or those that look best.", show_default="grid for lists")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Settings that tpe tries, over all machines.", show_default="20")
+    ] = None,
+    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = Objective.nll,
+    validation: Annotated[
+        float | None,
+        typer.Option(min=0, help="Training images (or fraction) to judge on.", show_default="the recipe's, or 0.1"),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Optuna storage URL that machines share.", show_default="sqlite:///OUT/study.db"),
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study.", show_default="the recipe's")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep.", show_default="sweeps/RECIPE")] = None,
+    pack: Annotated[
+        int | None, typer.Option(min=1, help="Settings trained side by side.", show_default="4 of a grid on a GPU")
+    ] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
+    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rank settings of a recipe by the validation split; the same command again goes on where it was interrupted."""
+    from peerbayes import learning, reporting
+
+    try:
+        found = learning.sweep(
+            recipe,
+            over,
+            seeds=_parse_seeds(seeds),
+            changes=changes,
+            sampler=None if sampler is None else sampler.value,
+            trials=trials,
+            objective=objective.value,
+            validation=validation,
+            storage=storage,
+            study=study,
+            out=out,
+            pack=pack,
+            device=device,
+            root=data_root,
+            engine=engine.value,
+            precision=precision.value,
+            reporter=_reporter(quiet),
+        )
+    except KeyboardInterrupt:
+        typer.echo("peerbayes: interrupted; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(found.table, indent=1))
+    else:
+        typer.echo(reporting.sweep_table(found))
+    written = [found.folder / "sweep.json", *reporting.write_sweep_figure(found)]
+    if not as_json:
+        typer.echo("\n" + ", ".join(map(str, written)))
+    if all(row["state"] == "failed" for row in found.table):
+        raise typer.Exit(1)
+
+
 def _judge(run: Run, device: str, root: Path | None) -> Record:
     from peerbayes import reporting
     from peerbayes.posteriors.storage import write_bytes

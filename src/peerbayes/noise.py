@@ -22,6 +22,7 @@ from torch import Tensor
 from peerbayes.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed integer
+_INVERSE = 0xF1DE83E19937733D - (1 << 64)  # of GAMMA, modulo 2^64
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -73,24 +74,24 @@ def start(address: Address, device: torch.device | str | None = None) -> Tensor:
     return _mix(number * GAMMA + address.key)
 
 
-def bits(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
-    """Return ``count`` uniform 64-bit patterns as int64, shape ``(count,)``.
+def bits(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:
+    """Return ``count`` uniform 64-bit patterns as int64, shape ``(count,)``: elements ``first`` and on.
 
     Without a device they are made where a tensor ``number`` lives, or else on torch's default device.
     """
-    begin = start(address, device)
-    return _mix(index_table(count, begin.device).add_(begin))
+    return _bits_from(start(address, device), count, first)
 
 
-def index_table(count: int, device: torch.device | str | None = None) -> Tensor:
-    """Return i * GAMMA for i in ``range(count)``, int64 (count,)."""
-    return torch.arange(count, dtype=torch.int64, device=device).mul_(GAMMA)
+def _bits_from(begin: Tensor, count: int, first: int = 0) -> Tensor:
+    # begin + i * GAMMA as (begin / GAMMA + i) * GAMMA: inductor gives a small range 32 bits, and so i * GAMMA alone.
+    index = torch.arange(first, first + count, dtype=torch.int64, device=begin.device)
+    return _mix(index.add_(begin * _INVERSE).mul_(GAMMA))
 
 
-def uniform(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
+def uniform(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:
     """Return ``count`` float32 numbers, uniform on (0, 1), shape ``(count,)``."""
     # 23 bits plus a half: exact in float32 and never 0 or 1.
-    return ((bits(address, count, device) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
+    return ((bits(address, count, device, first) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
 def normal(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
@@ -101,9 +102,9 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
     return _box_muller(bits(address, (count + 1) // 2, device))[:count]
 
 
-def normal_from(begin: Tensor, table: Tensor, count: int) -> Tensor:
-    """Return what `normal` does, from `start` and `index_table` of at least ceil(count / 2): for compiled functions."""
-    return _box_muller(_mix(table[: (count + 1) // 2] + begin))[:count]
+def normal_from(begin: Tensor, count: int) -> Tensor:
+    """Return what `normal` does, from `start`: for compiled functions, which can't take an address."""
+    return _box_muller(_bits_from(begin, (count + 1) // 2))[:count]
 
 
 def _box_muller(z: Tensor) -> Tensor:
@@ -124,8 +125,10 @@ def permutation(address: Address, count: int, device: torch.device | str | None 
     return torch.argsort(bits(address, count, device), stable=True)
 
 
-def integers(address: Address, high: int, count: int, device: torch.device | str | None = None) -> Tensor:
+def integers(
+    address: Address, high: int, count: int, device: torch.device | str | None = None, first: int = 0
+) -> Tensor:
     """Return ``count`` integers in ``[0, high)``, shape ``(count,)`` (bias below ``high / 2**32``)."""
     if not 1 <= high <= 1 << 31:
         raise InputError(f"high is {high}: expected 1 to 2**31.")
-    return (((bits(address, count, device) >> 32) & 0xFFFFFFFF) * high) >> 32
+    return (((bits(address, count, device, first) >> 32) & 0xFFFFFFFF) * high) >> 32

@@ -129,7 +129,7 @@ def test_rotation_angles_are_uniform_up_to_fifteen_degrees():
 def test_resized_crop_agrees_with_torchvision_box_by_box():
     images = torch.rand(30, 3, 20, 26, generator=torch.Generator().manual_seed(0))
     result = resized_crop(images, ADDRESS)
-    boxes = _boxes(ADDRESS, 30, 20, 26, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
+    boxes = _boxes(ADDRESS, 0, 30, 20, 26, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
     for image, cut, *box in zip(images, result, *(b.int().tolist() for b in boxes)):
         top, left, tall, wide = box
         expected = vision.resized_crop(image, top, left, tall, wide, [20, 26], antialias=False)
@@ -138,7 +138,7 @@ def test_resized_crop_agrees_with_torchvision_box_by_box():
 
 def test_resized_crop_boxes_have_the_law_of_torchvision():
     count, height, width = 3000, 200, 240
-    ours = _boxes(ADDRESS, count, height, width, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
+    ours = _boxes(ADDRESS, 0, count, height, width, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
     with torch.random.fork_rng():
         torch.manual_seed(5)
         op, blank = RandomResizedCrop(32), torch.zeros(1, height, width)

@@ -6,8 +6,9 @@ import torch
 
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Reporter, load_data, load_recipe
+from peerbayes.learning import engine
 from peerbayes.learning.engine import pick
-from peerbayes.learning.run import build_peer
+from peerbayes.learning.jobs import build_peer
 
 CHANGES = [
     "peers.*.network=mlp",
@@ -21,7 +22,7 @@ CHANGES = [
 ]
 
 
-def trained(engine, tmp_path, reporter=None):
+def trained(name, tmp_path, reporter=None):
     recipe = load_recipe("mutual/digits-ours", CHANGES)
     data = load_data(recipe)
     peers = {
@@ -31,7 +32,7 @@ def trained(engine, tmp_path, reporter=None):
         for peer in recipe.peers
     }
     lines = []
-    learner = Learner(recipe, peers, data, 0, engine=engine, log=lines.append, reporter=reporter)
+    learner = Learner(recipe, peers, data, 0, engine=name, log=lines.append, reporter=reporter)
     learner.run()
     return peers, lines, learner
 
@@ -39,7 +40,7 @@ def trained(engine, tmp_path, reporter=None):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch's tracer
 def test_compiled_and_eager_steps_agree(tmp_path, monkeypatch):
     # The tracing and the splitting into forward and backward are what can go wrong; code generation is torch's.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(engine, "compiled", functools.partial(torch.compile, backend="aot_eager", dynamic=False))
     eager, eager_lines, _ = trained("eager", tmp_path)
     compiled, lines, learner = trained("compiled", tmp_path)
     assert learner.engine.name == "compiled"
@@ -64,7 +65,7 @@ def test_an_engine_that_fails_is_left_for_the_eager_one_with_a_reason(tmp_path, 
         raise RuntimeError("no compiler here\nand more")
 
     eager, _, _ = trained("eager", tmp_path)
-    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr(engine, "compiled", refuse)
     peers, _, learner = trained("compiled", tmp_path, Listening())
     assert learner.engine.name == "eager"
     assert said == ["the compiled engine can't run this cohort, going on eagerly: no compiler here"]
@@ -84,16 +85,16 @@ def test_captured_steps_agree_with_eager_ones_on_a_gpu():
     recipe = load_recipe("mutual/digits-vanilla", ["peers.*.network=mlp", "stages.*.epochs=2", "data.validation=0"])
     loaded, found = load_data(recipe), {}
     data = dataclasses.replace(loaded, train=loaded.train.to("cuda"))
-    for engine in ("eager", "captured"):
+    for name in ("eager", "captured"):
         peers = {
             peer.name: build_peer(
                 peer.model_copy(update={"start_from": None}), recipe, data, 0, None, torch.device("cuda")
             )
             for peer in recipe.peers
         }
-        learner = Learner(recipe, peers, data, 0, engine=engine)
+        learner = Learner(recipe, peers, data, 0, engine=name)
         learner.run()
-        assert learner.engine.name == engine
-        found[engine] = peers
-    for name, posterior in found["eager"].items():
-        assert torch.allclose(posterior.mean, found["captured"][name].mean, rtol=1e-2, atol=1e-3)
+        assert learner.engine.name == name
+        found[name] = peers
+    for peer, posterior in found["eager"].items():
+        assert torch.allclose(posterior.mean, found["captured"][peer].mean, rtol=1e-2, atol=1e-3)

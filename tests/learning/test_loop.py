@@ -11,8 +11,9 @@ from peerbayes import networks, terms
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, checkpoints, train
+from peerbayes.learning.cohort import Clock
+from peerbayes.learning.jobs import build_peer
 from peerbayes.learning.recipe import Stage
-from peerbayes.learning.run import build_peer
 from peerbayes.learning.stages import learning_rate
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point
@@ -65,7 +66,7 @@ def made_data(count=16, validation=None):
 def made_recipe(*stages, **changes):
     peer = {"name": "a", "network": "mlp", "posterior": {"kind": "point"}}
     table = {"title": "t", "data": {"batch_size": 4, "augment": ["crop"]}, "peers": [peer], "stages": list(stages)}
-    return Recipe.parse(table | changes, "test")
+    return Recipe.parse({"gradient_share_every": 0} | table | changes, "test")
 
 
 def stage(epochs=1, terms_given=None, **changes):
@@ -154,7 +155,7 @@ def test_moments_are_fresh_and_the_fusion_joins_in_stage_two_only():
 
     class Spy(Recorder):
         def epoch(self, line):
-            now = learner._state
+            now = learner.state
             seen.append(
                 {
                     "moments": {int(s["step"]) for o in now.optimizers.values() for s in o.state.values()},
@@ -233,8 +234,7 @@ def test_two_steps_equal_a_computation_by_hand(update):
     recipe = made_recipe(stage(1, MUTUAL), update=update, gradient_share_every=1)
     learner = Learner(recipe, cohort, data, 0)
     for _ in range(2):
-        learner.step_now()
-        learner.position.step += 1
+        learner.step()
     for name, posterior in cohort.items():
         found = posterior.materialise().state_dict()
         assert found.keys() == expected[name].keys()
@@ -251,15 +251,15 @@ def test_shared_fusion_steps_once_with_the_average_gradient_in_both_orders():
     given = {"likelihood": {}, "feature_diversity": {"layers": ["first", "second"], "fusion": "shared", "weight": 1e3}}
     for update in ("simultaneous", "sequential"):
         learner = Learner(made_recipe(stage(1, given), update=update), peers(network=Conv), made_data(), 0)
-        module = learner._state.modules["feature_diversity", "a"]
+        module = learner.state.modules["feature_diversity", "a"]
         before = [p.detach().clone() for p in module.parameters()]
-        batch = learner._forward()
-        values = [terms.find("feature_diversity").value(batch, n, learner._state.terms[1][1]) for n in "ab"]
+        learner.feed.prepare(0)
+        batch = learner.cohort.forward(Clock(0, 0, 0.0))
+        values = [terms.find("feature_diversity").value(batch, n, learner.state.terms[1][1]) for n in "ab"]
         each = [torch.autograd.grad(v, list(module.parameters())) for v in values]
         learner = Learner(made_recipe(stage(1, given), update=update), peers(network=Conv), made_data(), 0)
-        learner._state.set_learning_rate(0.1)
-        learner.step_now()
-        after = list(learner._state.modules["feature_diversity", "a"].parameters())
+        learner.step()
+        after = list(learner.state.modules["feature_diversity", "a"].parameters())
         found[update] = [a.detach() - b for a, b in zip(after, before)]
         if update == "simultaneous":
             for moved, one, two in zip(found[update], *each):
@@ -311,7 +311,7 @@ def test_dropout_differs_between_steps_and_peers():
             return self.inner(x)
 
     cohort = {name: Point(Spy()) for name in "ab"}
-    Learner(made_recipe(stage(1)), cohort, made_data(), 0).run()
+    Learner(made_recipe(stage(1), gradient_share_every=0), cohort, made_data(), 0).run()
     found = [torch.stack(m) for m in masks.values()]
     everything = torch.cat([m[m.eq(0).any(1)] for m in found])
     assert len(everything) == 8
@@ -393,11 +393,12 @@ def test_gradient_shares_are_norms_over_their_sum():
     given = MUTUAL | {"kl": {}}
     cohort = peers(kind=MeanField)
     learner = Learner(made_recipe(stage(1, given), gradient_share_every=1), cohort, made_data(), 0, reporter=Recorder())
-    batch = learner._forward()
+    learner.feed.prepare(0)
+    batch = learner.cohort.forward(Clock(0, 0, 0.0))
     expected = {}
     for name, posterior in cohort.items():
         norms = {}
-        for term, options in learner._state.terms:
+        for term, options in learner.state.terms:
             found = torch.autograd.grad(
                 term.value(batch, name, options),
                 [posterior.mean, posterior.rho, posterior.rest],
@@ -409,7 +410,7 @@ def test_gradient_shares_are_norms_over_their_sum():
     learner = Learner(
         made_recipe(stage(1, given), gradient_share_every=1), peers(kind=MeanField), made_data(), 0, reporter=Recorder()
     )
-    learner.step_now()
+    learner.step()
     for name in cohort:
         assert learner.position.shares[name] == pytest.approx(expected[name], rel=1e-4)
         assert sum(learner.position.shares[name].values()) == pytest.approx(1)

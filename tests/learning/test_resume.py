@@ -61,7 +61,8 @@ import torch
 torch.set_num_threads(1)
 import peerbayes.reporting
 from peerbayes import cli
-from peerbayes.learning import loop, run, stages
+from peerbayes.learning import loop, stages
+from peerbayes.learning import jobs as job_room
 
 def dies_at(number):
     left = [number]
@@ -74,11 +75,11 @@ def dies_at(number):
                 with open(file, "a") as out:
                     out.write(text)
             os.kill(os.getpid(), signal.SIGKILL)
-    fsync, replace, step, write = os.fsync, os.replace, loop.Learner.step_now, run._MetricsLog.write
+    fsync, replace, step, write = os.fsync, os.replace, loop.Learner.step, job_room._MetricsLog.write
     os.fsync = lambda fd: (event(fd), fsync(fd))[1]
     os.replace = lambda *a: (event(), replace(*a))[1]
-    loop.Learner.step_now = lambda self: (event(), step(self))[1]
-    run._MetricsLog.write = lambda self, line: (event(None, self.path, json.dumps(line)[:25]), write(self, line))[1]
+    loop.Learner.step = lambda self: (event(), step(self))[1]
+    job_room._MetricsLog.write = lambda self, line: (event(None, self.path, json.dumps(line)[:25]), write(self, line))[1]
 
 def broken(how):
     load_state, restore = stages.StageState.load_state, loop.Learner.restore
@@ -267,7 +268,7 @@ class Recorder(Reporter):
 
 
 def interrupted(place, run, monkeypatch, at=11):
-    step = Learner.step_now
+    step = Learner.step
 
     def until(self):
         if self.position.step == at:
@@ -275,7 +276,7 @@ def interrupted(place, run, monkeypatch, at=11):
         step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step_now", until)
+        patch.setattr(Learner, "step", until)
         with pytest.raises(Stop):
             train(load_recipe(place / "all.toml"), run, device="cpu", checkpoint_every=3, reporter=Recorder())
 
@@ -417,7 +418,7 @@ def test_a_second_process_on_the_same_run_is_refused(place, copied):
 @posix
 def test_a_run_locks_its_folder_while_it_trains(place, tmp_path, monkeypatch):
     refusals = []
-    step = Learner.step_now
+    step = Learner.step
 
     def meanwhile(self):
         if self.position.step == 3 and not refusals:
@@ -427,7 +428,7 @@ def test_a_run_locks_its_folder_while_it_trains(place, tmp_path, monkeypatch):
             raise Stop
         step(self)
 
-    monkeypatch.setattr(Learner, "step_now", meanwhile)
+    monkeypatch.setattr(Learner, "step", meanwhile)
     with pytest.raises(Stop):
         train(load_recipe(place / "all.toml"), tmp_path / "run", device="cpu", checkpoint_every=3, reporter=Recorder())
     assert refusals

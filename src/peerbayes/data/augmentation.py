@@ -1,8 +1,8 @@
 """Augmentation of a whole batch on its own device, addressed so that it can be replayed.
 
 Every function maps images (B, C, H, W) and an address to images of the same dtype. The numbers of image ``i``
-depend on the address and on ``i`` only, not on the size of the batch. Nothing here reads a value back to the
-host.
+depend on the address and on ``first + i`` only, not on the size of the batch, so that ``first`` makes part of a
+batch what it would be within the whole. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _padding(images: Tensor) -> int:
     return 4 if side >= 28 else max(1, side // 8)
 
 
-def _shifted(images: Tensor, address: Address, padding: int, reflect: bool) -> Tensor:
+def _shifted(images: Tensor, address: Address, padding: int, first: int, reflect: bool) -> Tensor:
     count, channels, height, width = images.shape
     device = images.device
 
     def pixels(size: int, axis: str) -> Tensor:
-        offset = noise.integers(address.sub(axis), 2 * padding + 1, count, device)
+        offset = noise.integers(address.sub(axis), 2 * padding + 1, count, device, first)
         return torch.arange(size, device=device) + offset[:, None] - padding
 
     rows, columns = pixels(height, "rows"), pixels(width, "columns")
@@ -51,7 +51,7 @@ def _shifted(images: Tensor, address: Address, padding: int, reflect: bool) -> T
     return moved if reflect else moved.masked_fill(~inside[:, None], 0)
 
 
-def crop(images: Tensor, address: Address, padding: int | None = None) -> Tensor:
+def crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
     """Pad with zeros and cut a window of the original size at a uniform place; exact pixel moves.
 
     Args:
@@ -59,22 +59,23 @@ def crop(images: Tensor, address: Address, padding: int | None = None) -> Tensor
         address: where the offsets come from.
         padding: pixels on each side; by default 4 for images of at least 28 pixels, else size // 8 and at
             least 1.
+        first: number of the first image.
     """
-    return _shifted(images, address, _padding(images) if padding is None else padding, reflect=False)
+    return _shifted(images, address, _padding(images) if padding is None else padding, first, reflect=False)
 
 
-def reflect_crop(images: Tensor, address: Address, padding: int | None = None) -> Tensor:
+def reflect_crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
     """Like :func:`crop`, padding with the mirrored image (the border pixel is not repeated)."""
     padding = _padding(images) if padding is None else padding
     if padding >= min(images.shape[-2:]):
         raise InputError(f"augmentation 'reflect_crop': padding {padding} needs images larger than that, "
                          f"got {tuple(images.shape[-2:])}")  # fmt: skip
-    return _shifted(images, address, padding, reflect=True)
+    return _shifted(images, address, padding, first, reflect=True)
 
 
-def flip(images: Tensor, address: Address) -> Tensor:
+def flip(images: Tensor, address: Address, first: int = 0) -> Tensor:
     """Mirror each image left to right with probability 1/2; exact pixel moves, any dtype."""
-    mirrored = noise.bits(address, images.shape[0], images.device) < 0
+    mirrored = noise.bits(address, images.shape[0], images.device, first) < 0
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
@@ -86,17 +87,18 @@ def _resampled(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return result.to(images.dtype) if images.is_floating_point() else result.round_().to(images.dtype)
 
 
-def rotate(images: Tensor, address: Address, degrees: float = 15.0) -> Tensor:
+def rotate(images: Tensor, address: Address, degrees: float = 15.0, first: int = 0) -> Tensor:
     """Rotate each image about its centre by an angle uniform on ±degrees; bilinear, zeros outside.
 
     Args:
         images: (B, C, H, W); computed in float32 and returned in the dtype given (uint8 is rounded).
         address: where the angles come from.
         degrees: the largest angle.
+        first: number of the first image.
     """
     count, _, height, width = images.shape
     device = images.device
-    angle = (noise.uniform(address, count, device) * 2 - 1) * math.radians(degrees)
+    angle = (noise.uniform(address, count, device, first) * 2 - 1) * math.radians(degrees)
     cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
     x = torch.arange(width, device=device, dtype=torch.float32) - (width - 1) / 2
     y = (torch.arange(height, device=device, dtype=torch.float32) - (height - 1) / 2)[:, None]
@@ -105,6 +107,7 @@ def rotate(images: Tensor, address: Address, degrees: float = 15.0) -> Tensor:
 
 def _boxes(
     address: Address,
+    first: int,
     count: int,
     height: int,
     width: int,
@@ -117,18 +120,18 @@ def _boxes(
     Area / (H W) is uniform on ``scale`` and log(w / h) uniform on ``log(ratio)``, given that the box fits;
     the first of ten candidates that fits is taken, and the whole image where none does.
     """
-    area = noise.uniform(address.sub("scale"), count * _TRIES, device).view(count, _TRIES)
-    shape = noise.uniform(address.sub("ratio"), count * _TRIES, device).view(count, _TRIES)
+    area = noise.uniform(address.sub("scale"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
+    shape = noise.uniform(address.sub("ratio"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
     area = (scale[0] + (scale[1] - scale[0]) * area) * (height * width)
     aspect = torch.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * shape)
     tall, wide = torch.sqrt(area / aspect).round_().clamp_min_(1), torch.sqrt(area * aspect).round_().clamp_min_(1)
     fits = (tall <= height) & (wide <= width)
-    first = fits.int().argmax(dim=1, keepdim=True)
+    earliest = fits.int().argmax(dim=1, keepdim=True)
     some = fits.any(dim=1)
-    tall = torch.where(some, tall.gather(1, first).squeeze(1), height)
-    wide = torch.where(some, wide.gather(1, first).squeeze(1), width)
-    top = (noise.uniform(address.sub("rows"), count, device) * (height - tall + 1)).floor_()
-    left = (noise.uniform(address.sub("columns"), count, device) * (width - wide + 1)).floor_()
+    tall = torch.where(some, tall.gather(1, earliest).squeeze(1), height)
+    wide = torch.where(some, wide.gather(1, earliest).squeeze(1), width)
+    top = (noise.uniform(address.sub("rows"), count, device, first) * (height - tall + 1)).floor_()
+    left = (noise.uniform(address.sub("columns"), count, device, first) * (width - wide + 1)).floor_()
     return torch.minimum(top, height - tall), torch.minimum(left, width - wide), tall, wide
 
 
@@ -138,6 +141,7 @@ def resized_crop(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     size: int | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Cut a box of random area, shape and place, and resize it bilinearly.
 
@@ -148,10 +152,11 @@ def resized_crop(
         ratio: smallest and largest width / height of the box.
         size: side of the result; by default that of the images. There is no low-pass filter, so choose it no
             smaller than half the images' side.
+        first: number of the first image.
     """
     count, _, height, width = images.shape
     device = images.device
-    boxes = _boxes(address, count, height, width, scale, ratio, device)
+    boxes = _boxes(address, first, count, height, width, scale, ratio, device)
     top, left, tall, wide = (box[:, None, None] for box in boxes)
     rows, columns = (height, width) if size is None else (size, size)
     y = (torch.arange(rows, device=device)[:, None] + 0.5) / rows * tall - 0.5
@@ -162,7 +167,7 @@ def resized_crop(
     return _resampled(images, x.expand(-1, rows, -1), y.expand(-1, -1, columns))
 
 
-AUGMENTATIONS: dict[str, Callable[[Tensor, Address], Tensor]] = {
+AUGMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "crop": crop,
     "reflect_crop": reflect_crop,
     "flip": flip,
@@ -171,16 +176,17 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, Address], Tensor]] = {
 }
 
 
-def augment(images: Tensor, names: Sequence[str], address: Address) -> Tensor:
+def augment(images: Tensor, names: Sequence[str], address: Address, first: int = 0) -> Tensor:
     """Apply the named augmentations in order, each with its own noise ``address.sub(name)``.
 
     Args:
         images: (B, C, H, W), uint8 or float; the dtype is kept.
         names: any of ``AUGMENTATIONS``.
         address: the step's address; the same address gives the same images.
+        first: number of the first image, where these are part of a batch.
     """
     for name in names:
         if name not in AUGMENTATIONS:
             raise InputError(f"unknown augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
-        images = AUGMENTATIONS[name](images, address.sub(name))
+        images = AUGMENTATIONS[name](images, address.sub(name), first=first)
     return images

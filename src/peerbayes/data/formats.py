@@ -7,9 +7,11 @@ import gzip
 import math
 import pickle
 import struct
+import warnings
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,11 +22,14 @@ from peerbayes.errors import InputError
 
 Array = NDArray[Any]
 
+MAPPED_BYTES = 256 << 20  # an uncompressed array of at least so many bytes stays in its file
+
 _CHANNELS = (1, 3, 4)
+_CHUNK = 2048  # images whose range is looked at at a time
 
 
 def image_tensor(array: Array, where: str) -> Tensor:
-    """Return images as (N, C, H, W), uint8 or float32 in [0, 1].
+    """Return images as (N, C, H, W), uint8 or float32 in [0, 1], contiguous; a mapped array stays mapped as it lies.
 
     Args:
         array: (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels (the last axis is looked at
@@ -43,14 +48,19 @@ def image_tensor(array: Array, where: str) -> Tensor:
     if array.size == 0:
         raise InputError(f"{where}: expected at least one image, got shape {array.shape}")
     if array.dtype != np.uint8:
-        low, high = float(array.min()), float(array.max())  # NaN wins in both
+        parts = [array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK)]
+        ranges = np.array([(part.min(), part.max()) for part in parts], np.float64)  # each page is read once
+        low, high = float(ranges[:, 0].min()), float(ranges[:, 1].max())  # NaN wins in both
         if not (math.isfinite(low) and math.isfinite(high)):
             raise InputError(f"{where}: float images must be finite, got NaN or infinity")
         if low < 0 or high > 1:
             raise InputError(f"{where}: float images must be in [0, 1], got values from {low:g} to {high:g} "
                              "(divide by 255, or store uint8)")  # fmt: skip
-        array = array.astype(np.float32)
-    return torch.from_numpy(np.array(array, order="C"))
+    if isinstance(array, np.memmap):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(array)
+    return torch.from_numpy(np.array(array, np.uint8 if array.dtype == np.uint8 else np.float32, order="C"))
 
 
 def label_tensor(array: Array, where: str, count: int, classes: int | None = None) -> Tensor:
@@ -79,17 +89,53 @@ def label_tensor(array: Array, where: str, count: int, classes: int | None = Non
 
 
 def read_npz(path: Path, keys: Collection[str], required: str | None = None) -> dict[str, Array]:
-    """Return those of ``keys`` that the file holds; ``required`` must be one. Pickled objects are refused."""
+    """Return those of ``keys`` that the file holds; ``required`` must be one. Pickled objects are refused.
+
+    An array of at least ``MAPPED_BYTES`` that is stored uncompressed (as ``np.savez`` does), in rows, as uint8 or
+    float32, is mapped: an ``np.memmap`` that can't be written to, read from the file when it is looked at, so that
+    it may be larger than memory. The archive's checksum of such an array is not checked, and the file must stay as
+    it is while the array is in use. Every other array is loaded.
+    """
     try:
         # Opened here, because numpy leaves a file that is no archive open.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             found = list(file.files)
-            arrays = {key: file[key] for key in keys if key in found}
+            arrays: dict[str, Array] = {}
+            for key in keys:
+                if key in found:
+                    mapped = _map_member(raw, file.zip, key)
+                    arrays[key] = file[key] if mapped is None else mapped
     except Exception as error:  # zipfile, zlib and numpy each have their own
         raise InputError(f"{path}: cannot be read as an .npz file (damaged, cut short, or not one)") from error
     if required is not None and required not in arrays:
         raise InputError(f"{path}: no key '{required}' (found: {', '.join(found) or 'nothing'})")
     return arrays
+
+
+def _map_member(raw: BinaryIO, archive: zipfile.ZipFile, key: str) -> Array | None:
+    """Return an array mapped where it lies in the archive, or None where it has to be loaded."""
+    name = f"{key}.npy"
+    if name not in archive.namelist():
+        return None
+    member = archive.getinfo(name)
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size < MAPPED_BYTES:
+        return None
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in readers:
+            return None
+        shape, by_column, dtype = readers[version](file)
+        header = file.tell()
+    if by_column or dtype not in (np.uint8, np.float32) or min(shape, default=0) < 1:
+        return None
+    if header + math.prod(shape) * dtype.itemsize != member.file_size:
+        return None
+    # The lengths of the name and of the extra field stand here; the archive's directory may have others.
+    raw.seek(member.header_offset + 26)
+    start = member.header_offset + 30 + sum(struct.unpack("<HH", raw.read(4)))
+    # Read-only: Linux refuses a writable private map that is larger than memory.
+    return np.memmap(raw, dtype, "r", start + header, shape)
 
 
 def read_npy(path: Path) -> Array:

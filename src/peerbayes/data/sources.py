@@ -85,7 +85,7 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
     """Read ``train_``, ``test_``, ``validation_`` (or ``val_``) ``images`` and ``labels``, and ``names``, from a file.
 
     Without ``want_train`` only the test images are read, or the training images where there are none; labels
-    are optional then.
+    are optional then. Large image arrays stay in the file (see :func:`peerbayes.data.formats.read_npz`).
     """
     if want_train:
         prefixes = ("train", "test", "validation", "val")
@@ -101,13 +101,15 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
     def split(prefix: str) -> ArraySplit | None:
         if f"{prefix}_images" not in arrays:
             return None
-        images = formats.image_tensor(arrays[f"{prefix}_images"], f"{path}: {prefix}_images")
+        stored = arrays[f"{prefix}_images"]
+        images = formats.image_tensor(stored, f"{path}: {prefix}_images")
+        rows = torch.arange(len(images)) if isinstance(stored, np.memmap) else None
         key = f"{prefix}_labels"
         if key not in arrays:
             if want_train:
                 raise InputError(f"{path}: no key '{key}' beside '{prefix}_images'")
-            return ArraySplit(images)
-        return ArraySplit(images, formats.label_tensor(arrays[key], f"{path}: {key}", len(images), classes))
+            return ArraySplit(images, rows=rows)
+        return ArraySplit(images, formats.label_tensor(arrays[key], f"{path}: {key}", len(images), classes), rows)
 
     train = split("train")
     if want_train and classes is None:

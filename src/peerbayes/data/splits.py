@@ -96,15 +96,18 @@ def held_out(labels: Tensor, count: int, stream: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class ArraySplit:
-    """Images in memory.
+    """Images in memory, or in a mapped file.
 
     Args:
-        images: (N, C, H, W), uint8, or float in [0, 1]; batches are indexed on the device where it lives.
+        images: (M, C, H, W), uint8, or float in [0, 1]; batches are indexed on the device where it lives.
         labels: integers (N,), or None.
+        rows: None for images in memory (N = M). For images that are mapped from a file, and may be larger than
+            memory: int64 (N,), which of them belong to the split, in order.
     """
 
     images: Tensor
     labels: Tensor | None = None
+    rows: Tensor | None = None
     _near: Tensor = field(init=False, repr=False)  # the labels where the images are
 
     def __post_init__(self) -> None:
@@ -114,8 +117,8 @@ class ArraySplit:
             raise InputError(f"images must be uint8 or float, got {self.images.dtype}")
         labels = self.labels
         if labels is not None:
-            if labels.is_floating_point() or labels.shape != self.images.shape[:1]:
-                raise InputError(f"labels must be {len(self.images)} integers for {len(self.images)} images, "
+            if labels.is_floating_point() or labels.shape != (len(self),):
+                raise InputError(f"labels must be {len(self)} integers for {len(self)} images, "
                                  f"got shape {tuple(labels.shape)} of {labels.dtype}")  # fmt: skip
             labels = labels.to("cpu", torch.int64)
         object.__setattr__(self, "labels", labels)
@@ -123,7 +126,7 @@ class ArraySplit:
         object.__setattr__(self, "_near", near.to(self.images.device))
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.images if self.rows is None else self.rows)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -132,25 +135,34 @@ class ArraySplit:
         return channels, height, width
 
     def to(self, device: torch.device | str) -> ArraySplit:
-        """Return the split with its images on ``device``, where batches are then indexed."""
-        return ArraySplit(self.images.to(device), self.labels)
+        """Return the split with its images in the memory of ``device``, where batches are then indexed."""
+        if self.rows is None:
+            return ArraySplit(self.images.to(device), self.labels)
+        images = torch.empty((len(self), *self.shape), dtype=self.images.dtype, device=device)
+        for start in range(0, len(self), _CHUNK):
+            images[start : start + _CHUNK] = self.images[self.rows[start : start + _CHUNK]].to(device)
+        return ArraySplit(images, self.labels)
 
     def select(self, index: Tensor) -> ArraySplit:
-        """Return the split of the images at ``index``, in that order."""
-        return ArraySplit(
-            self.images[index.to(self.images.device)],
-            None if self.labels is None else self.labels[index.cpu()],
-        )
+        """Return the split of the images at ``index``, in that order; images of a mapped file stay there."""
+        labels = None if self.labels is None else self.labels[index.cpu()]
+        if self.rows is not None:
+            return ArraySplit(self.images, labels, self.rows[index.cpu()])
+        return ArraySplit(self.images[index.to(self.images.device)], labels)
 
     def sized(self, size: int) -> ArraySplit:
-        """Return the split with its images resized to ``size`` by ``size`` (see :func:`resize`)."""
-        return self if self.shape[1:] == (size, size) else replace(self, images=resize(self.images, size))
+        """Return the split with its images resized to ``size`` by ``size`` (see :func:`resize`), in memory."""
+        if self.shape[1:] == (size, size):
+            return self
+        return ArraySplit(resize(self.images, size, self.rows), self.labels)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """See :meth:`Split.batch`; nothing waits for the device when index and images are there already."""
         index = index.to(self.images.device)
         labels = self._near if self.labels is None else self._near[index]
-        return self.images[index].to(device), labels.to(device)
+        # Channels may come last in a mapped file; a batch looks the same wherever it is from.
+        images = self.images[index] if self.rows is None else self.images[self.rows[index]].contiguous()
+        return images.to(device), labels.to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,18 +251,20 @@ def _scaled(height: int, width: int, shortest: int) -> tuple[int, int]:
     return (shortest, int(shortest * width / side)) if height == side else (int(shortest * height / side), shortest)
 
 
-def resize(images: Tensor, size: int) -> Tensor:
+def resize(images: Tensor, size: int, rows: Tensor | None = None) -> Tensor:
     """Resize the shortest side to ``size`` (antialiased, bilinear) and cut out the centre.
 
     Args:
         images: (N, C, H, W), uint8 (rounded) or float; the dtype is kept.
         size: side of the result, (N, C, size, size).
+        rows: int64 (N,), which of the images; by default all of them.
     """
     height, width = _scaled(images.shape[2], images.shape[3], size)
     top, left = round((height - size) / 2), round((width - size) / 2)
-    result = images.new_empty((*images.shape[:2], size, size))
-    for start in range(0, len(images), _CHUNK):
-        part = images[start : start + _CHUNK]
+    count = len(images if rows is None else rows)
+    result = images.new_empty((count, images.shape[1], size, size))
+    for start in range(0, count, _CHUNK):
+        part = images[start : start + _CHUNK] if rows is None else images[rows[start : start + _CHUNK]]
         part = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
         part = part[:, :, top : top + size, left : left + size]
         result[start : start + _CHUNK] = part if images.is_floating_point() else part.round().clamp(0, 255)

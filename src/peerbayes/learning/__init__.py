@@ -1,17 +1,22 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
+from peerbayes.learning.jobs import How, Job, fit, train, train_jobs
 from peerbayes.learning.loop import Learner, TrainingError
 from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, environment, fit, load, load_data, train
+from peerbayes.learning.run import Run, default_folder, environment, load, load_data
+from peerbayes.learning.sweeps import Sweep, sweep
 
 __all__ = [
     "ConsoleReporter",
+    "How",
+    "Job",
     "Learner",
     "PeerbayesWarning",
     "Recipe",
     "Reporter",
     "Run",
+    "Sweep",
     "TrainingError",
     "default_folder",
     "environment",
@@ -20,5 +25,7 @@ __all__ = [
     "load_data",
     "load_recipe",
     "packaged",
+    "sweep",
     "train",
+    "train_jobs",
 ]

@@ -1,47 +1,28 @@
-"""How a step is run: op by op, with compiled networks, or captured whole as one CUDA graph.
+"""How a step is run: op by op, with compiled parts, or captured whole as one CUDA graph.
 
-All three run the same `Learner.body`. A captured step reads its number from a tensor on the device, so its addresses
+All three run the same `Cohort.step`. A captured step reads its number from a tensor on the device, so its addresses
 advance by themselves from replay to replay.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from peerbayes import noise
 from peerbayes.errors import InputError
+from peerbayes.learning.cohort import Clock, Cohort, run_peer, stacked_figures
 from peerbayes.learning.stages import set_global_seed
-from peerbayes.networks import capture
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior
-
-if TYPE_CHECKING:
-    from peerbayes.learning.loop import Learner
 
 Name = Literal["eager", "compiled", "captured"]
-Forward = Callable[[Tensor, Address], tuple[Tensor, dict[str, Tensor], Tensor, Tensor | None]]
 WARM_UP = 3
-
-
-@dataclass
-class Clock:
-    """When a step happens: host numbers, or tensors on the device for a captured step.
-
-    Attributes:
-        step: steps since the run began; the number of the step's addresses.
-        place: batches since the epoch began.
-        epoch: epochs since the stage began, with fraction.
-    """
-
-    step: int | Tensor
-    place: int | Tensor
-    epoch: float | Tensor
+STREAMS = 32  # how many different streams torch hands out before it hands them out again
 
 
 class Eager:
@@ -49,130 +30,168 @@ class Eager:
 
     name: Name = "eager"
 
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
+    def __init__(self, cohort: Cohort, steps_per_epoch: int) -> None:
+        self.cohort, self.steps_per_epoch = cohort, steps_per_epoch
 
-    def begin_stage(self) -> None:
-        """A stage begins, or goes on."""
+    def begin_stage(self, step: int, stage_step: int) -> None:
+        """A stage begins, or goes on at these steps of the run and of the stage."""
 
-    def step(self) -> None:
+    def step(self, step: int, stage_step: int) -> None:
         """Run one step."""
-        self.learner.step_now()
+        self.cohort.step(self._clock(step, stage_step))
+
+    def term_norms(self, step: int, stage_step: int) -> Tensor:
+        """Return what `Cohort.term_norms` does."""
+        return self.cohort.term_norms(self._clock(step, stage_step))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that a learner asks of the device happens inside such a block."""
+        yield
+
+    def _clock(self, step: int, stage_step: int) -> Clock:
+        return Clock(step, step % self.steps_per_epoch, stage_step / self.steps_per_epoch)
 
 
 class Compiled(Eager):
-    """Noise, draw and network of each peer are one compiled function; the rest as in `Eager`."""
+    """Noise, draw and network of each peer are a compiled function, all terms of all peers another."""
 
     name: Name = "compiled"
 
-    def begin_stage(self) -> None:
-        """Compile the peers' forward passes anew: a stage may take other features."""
-        learner = self.learner
-        learner.forwards = {
-            name: compiled_forward(posterior, learner.layers, learner.autocast)
-            for name, posterior in learner.peers.items()
-        }
+    def begin_stage(self, step: int, stage_step: int) -> None:  # noqa: ARG002
+        """Compile; what has been compiled for a cohort of the same make is taken as it is."""
+        self.cohort.run_peer = compiled(run_peer)
+        self.cohort.figures = compiled(stacked_figures)
 
-    def step(self) -> None:
-        """Run one step; a measurement of gradient shares runs beside it, op by op."""
-        if self.learner.measures_now:
-            self.learner.measure_now()
-        self.learner.body(self.learner.clock)
+    def _clock(self, step: int, stage_step: int) -> Clock:
+        # A number would be compiled in.
+        epoch = torch.full((), stage_step / self.steps_per_epoch, device=self.cohort.device)
+        return Clock(step, step % self.steps_per_epoch, epoch)
 
 
 class Captured(Compiled):
-    """The compiled step of the whole cohort as one CUDA graph, each peer on its own stream."""
+    """The compiled step of the whole cohort as one CUDA graph, each peer on its own stream.
+
+    Several of them run side by side, each on streams of its own.
+    """
 
     name: Name = "captured"
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner)
-        self.step_number = torch.zeros((), dtype=torch.int64, device=learner.device)
-        self.stage_step = torch.zeros((), dtype=torch.int64, device=learner.device)
+    def __init__(self, cohort: Cohort, steps_per_epoch: int) -> None:
+        super().__init__(cohort, steps_per_epoch)
+        device = cohort.device
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        self.stage_number = torch.zeros((), dtype=torch.int64, device=device)
+        # One stream for the cohort and one a peer, for good: cuBLAS keeps its scratch space by stream, and two graphs
+        # that were captured on one would write into the same.
+        self.stream = torch.cuda.Stream(device)
+        self.streams = {name: torch.cuda.Stream(device) for name in cohort.peers}
+        self.stream.wait_stream(torch.cuda.current_stream(device))
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.norms_graph: torch.cuda.CUDAGraph | None = None
+        self.alone = False
 
-    def begin_stage(self) -> None:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """On the cohort's own stream; on the common one where torch's global generator is used, which has one state."""
+        with contextlib.nullcontext() if self.alone else torch.cuda.stream(self.stream):
+            yield
+
+    def begin_stage(self, step: int, stage_step: int) -> None:
         """Compile, warm up on copies of the state, and capture."""
-        super().begin_stage()
-        learner = self.learner
-        learner.streams = {name: torch.cuda.Stream(learner.device) for name in learner.peers}
-        learner.epoch_order()
-        self._set_clock()
-        with _kept_state(learner):
-            side = torch.cuda.Stream(learner.device)
-            side.wait_stream(torch.cuda.current_stream(learner.device))
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    self._body()
-            torch.cuda.current_stream(learner.device).wait_stream(side)
-            torch.cuda.synchronize(learner.device)
-        self._set_clock()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._body()
+        super().begin_stage(step, stage_step)
+        cohort, device = self.cohort, self.cohort.device
+        cohort.streams = self.streams
+        generator = torch.cuda.default_generators[device.index or 0]
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        offset = generator.get_offset()
+        with _kept_state(cohort), torch.cuda.stream(self.stream), _quiet():
+            self._set(step, stage_step)
+            for _ in range(WARM_UP):
+                self._step()
+            torch.cuda.synchronize(device)
+        self.alone = generator.get_offset() != offset
+        self.norms_graph = None
+        self._set(step, stage_step)
+        self.graph, _ = self._capture(self._step)
 
-    def step(self) -> None:
-        """Replay the step; a measurement of gradient shares runs beside it as in `Compiled`."""
+    def step(self, step: int, stage_step: int) -> None:  # noqa: ARG002
+        """Replay the step."""
         assert self.graph is not None
-        learner = self.learner
-        learner.epoch_order()
-        if learner.measures_now:
-            learner.measure_now()
-        set_global_seed(Address(learner.seed, "network", "step", learner.position.step))
+        if self.alone:
+            set_global_seed(Address(self.cohort.seed, "network", "step", step))
         self.graph.replay()
 
-    def _set_clock(self) -> None:
-        self.step_number.fill_(self.learner.position.step)
-        self.stage_step.fill_(self.learner.position.stage_step)
+    def term_norms(self, step: int, stage_step: int) -> Tensor:
+        """Replay the measurement, which is captured when it is first asked for; it is not compiled."""
+        if self.norms_graph is None:
+            super().term_norms(step, stage_step)
+            self.norms_graph, self.norms = self._capture(lambda: self.cohort.term_norms(self._device_clock()))
+        self.norms_graph.replay()
+        norms: Tensor = self.norms
+        return norms
 
-    def _body(self) -> None:
-        per_epoch = self.learner.steps_per_epoch
-        place, epoch = self.step_number % per_epoch, self.stage_step / per_epoch
-        self.learner.body(Clock(self.step_number, place, epoch))
-        self.step_number.add_(1)
-        self.stage_step.add_(1)
+    def _capture(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.cohort.device)
+        with _quiet(), torch.cuda.graph(graph, stream=self.stream):
+            result = function()
+        return graph, result
+
+    def _set(self, step: int, stage_step: int) -> None:
+        self.number.fill_(step)
+        self.stage_number.fill_(stage_step)
+
+    def _device_clock(self) -> Clock:
+        return Clock(self.number, self.number % self.steps_per_epoch, self.stage_number / self.steps_per_epoch)
+
+    def _step(self) -> None:
+        self.cohort.step(self._device_clock())
+        self.number.add_(1)
+        self.stage_number.add_(1)
 
 
-def compiled_forward(posterior: Posterior, layers: list[str], autocast: torch.dtype | None) -> Forward:
-    """Return a function from (images, address) to logits, features, flat weights and their scales, compiled as one."""
-    count = posterior.noise_size
-    # A table instead of arange(...) * constant: inductor gives small ranges 32 bits, which the constant does not fit.
-    table = noise.index_table(count, posterior.device)
+ENGINES: dict[Name, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
 
-    def forward(images: Tensor, start: Tensor, table: Tensor) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
-        eps = noise.normal_from(start, table, count) if count else None
-        flat, std = posterior.place(eps)
-        with (
-            torch.autocast(images.device.type, autocast, enabled=autocast is not None),
-            capture(posterior.network, layers) as found,
-        ):
-            logits = posterior.run_network(images, posterior.named(flat))
-        return logits.float(), [found[layer].float() for layer in layers], flat, std
 
-    compiled = torch.compile(forward)
+def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
+    """Return the engine's name, if the device has what it needs; ``auto`` is captured on a GPU, else eager."""
+    if name == "auto":
+        return "captured" if device.type == "cuda" else "eager"
+    if name == "captured" and device.type != "cuda":
+        raise InputError(f"the captured engine needs a CUDA device, not {device.type}; use eager or compiled")
+    return name
 
-    def call(images: Tensor, address: Address) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor | None]:
-        logits, features, flat, std = compiled(images, noise.start(address, posterior.device), table)
-        return logits, dict(zip(layers, features, strict=True)), flat, std
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function once a process; it is compiled again for peers of another make, and only for those."""
+    made = torch.compile(function, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+            return made(*arguments)
 
     return call
 
 
-@contextmanager
-def _kept_state(learner: Learner) -> Iterator[None]:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # Gradients are summed on the stream where a parameter was first used, which torch finds worth a warning.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream.*")
+        yield
+
+
+@contextlib.contextmanager
+def _kept_state(cohort: Cohort) -> Iterator[None]:
     """Put weights, statistics, helpers, moments and sums back in place after the block."""
-    before = {id(t): (t, t.clone()) for t in learner.state_tensors()}
+    before = {id(t): (t, t.clone()) for t in cohort.tensors()}
     yield
-    for tensor in learner.state_tensors():
-        with torch.no_grad():
+    with torch.no_grad():
+        for tensor in cohort.tensors():
             if id(tensor) in before:
                 tensor.copy_(before[id(tensor)][1])
             else:
-                tensor.zero_()  # moments and sums that the warm-up has made
-
-
-def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
-    """Return the engine's name, if the device has what it needs; ``auto`` is ``eager``."""
-    if name == "captured" and device.type != "cuda":
-        raise InputError(f"the captured engine needs a CUDA device, not {device.type}; use eager or compiled")
-    return "eager" if name == "auto" else name
+                tensor.zero_()  # moments that the warm-up has made

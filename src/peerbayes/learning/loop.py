@@ -1,4 +1,4 @@
-"""The one training loop: a cohort of any size, stage by stage, step by step.
+"""The one training loop: a cohort of any size, stage by stage, step by step; several cohorts side by side.
 
 Everything random is a function of (seed, owner, step), so the state of a run is its weights, the optimisers' moments
 and the step number. A resumed run continues exactly.
@@ -7,8 +7,9 @@ and the step number. A resumed run continues exactly.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,18 +17,21 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation, terms
-from peerbayes.data import Dataset, augment, order, to_unit
+from peerbayes.data import Dataset, Placement, feed
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
-from peerbayes.learning.engine import Captured, Clock, Compiled, Eager, Forward, Name, pick
+from peerbayes.learning.cohort import Cohort, kept_buffers, term_figures
+from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
+from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.shares import gradient_shares, newly_inert
-from peerbayes.learning.stages import SHARED, StageState, learning_rate, set_global_seed
+from peerbayes.learning.shares import newly_inert, shares_of
+from peerbayes.learning.stages import StageState, learning_rate
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights, predict_split
 
-ENGINES: dict[Name, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
 VALIDATION_DRAWS = 4
+LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
+CHECKPOINT_SECONDS = 30
 
 
 class TrainingError(RuntimeError):
@@ -58,9 +62,12 @@ class Learner:
         reporter: is told what happens.
         save: called with (tensors, description) at checkpoints; None for no checkpoints.
         log: called with each epoch's line.
-        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 10 s.
-        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: eager.
+        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 30 s.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
         autocast: the type that networks compute in; None for float32. Terms and weights stay in float32.
+        placement: where the training images lie; see `peerbayes.data.feed`.
+        world: the processes that share each batch.
+        synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
     """
 
     def __init__(
@@ -76,52 +83,66 @@ class Learner:
         checkpoint_every: int | None = None,
         engine: Name | Literal["auto"] = "auto",
         autocast: torch.dtype | None = None,
+        placement: Placement = "auto",
+        world: World = ALONE,
+        synchronise: bool = False,
     ) -> None:
         self.recipe = recipe
         self.peers = dict(peers)
         self.data = data
         self.seed = seed
+        self.world = world
         self.reporter = reporter or Reporter()
         self.device = next(iter(self.peers.values())).device
-        self.batch_size = min(recipe.data.batch_size, len(data.train))
-        self.steps_per_epoch = len(data.train) // self.batch_size
         self.position = Position()
         self._save = save
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
-        self._sums: dict[str, Tensor] = {}
-        self._batch_range = torch.arange(self.batch_size, device=self.device)
-        self._order = torch.empty(len(data.train), dtype=torch.int64, device=self.device)
-        self._ordered_epoch = -1
         self._layers = [self._stage_layers(stage) for stage in recipe.stages]
-        self.autocast = autocast
-        self.forwards: dict[str, Forward] = {}
-        self.streams: dict[str, torch.cuda.Stream] = {}
-        self.engine: Eager = ENGINES[pick(engine, self.device)](self)
-        self._probe()
-        self._state = self._begin_stage(0)
+        self.feed = feed(
+            data.train, recipe.data.batch_size, seed, self.device, placement=placement, part=(world.rank, world.size)
+        )
+        self.steps_per_epoch = self.feed.steps_per_epoch
+        self.cohort = Cohort(
+            recipe,
+            self.peers,
+            self.feed,
+            seed,
+            len(data.train),
+            autocast,
+            world,
+            synchronise,
+            **{"look": self._check} if self.device.type == "cpu" else {},
+        )
+        self.engine: Eager = ENGINES[pick(engine, self.device)](self.cohort, self.steps_per_epoch)
+        self._keys = self._probe()
+        if synchronise:
+            for posterior in self.peers.values():
+                synchronise_batch_norm(posterior.network, world)
+        self._begin_stage(0)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the end of the last stage, from the position; torch's generators are left as they were."""
-        devices = [self.device] if self.device.type == "cuda" else []
+        for error in run_together([self]).values():
+            raise error
+
+    def steps(self) -> Iterator[None]:
+        """Train step by step, each within ``engine.running()``."""
         try:
-            with torch.random.fork_rng(devices):
-                self._run_stages()
+            for number in range(self.position.stage, len(self.recipe.stages)):
+                if number != self.position.stage:
+                    self.position.stage, self.position.stage_step = number, 0
+                    self.position.shares, self.position.inert = {}, {}
+                    self._begin_stage(number)
+                yield from self._stage_steps(number)
         finally:
             self.reporter.close()
+            self.feed.close()
 
-    def _run_stages(self) -> None:
-        for number in range(self.position.stage, len(self.recipe.stages)):
-            if number != self.position.stage:
-                self.position.stage, self.position.stage_step = number, 0
-                self.position.shares, self.position.inert = {}, {}
-                self._state = self._begin_stage(number)
-            self._run_stage(number)
-
-    def _run_stage(self, number: int) -> None:
+    def _stage_steps(self, number: int) -> Iterator[None]:
         stage = self.recipe.stages[number]
         position, total = self.position, stage.epochs * self.steps_per_epoch
         self.reporter.stage(
@@ -131,223 +152,91 @@ class Learner:
         if position.stage_step < total:
             self._begin_engine()
         while position.stage_step < total:
-            self._state.set_learning_rate(learning_rate(stage, position.stage_step, self.steps_per_epoch))
-            self.engine.step()
-            position.step += 1
-            position.stage_step += 1
+            self.step()
             position.seconds = time.monotonic() - started
-            if self.device.type != "cpu" and position.step % 50 == 0:
-                self.check_sums()
             ended = position.stage_step % self.steps_per_epoch == 0
             if ended:
                 self._end_epoch()
             if self._checkpoint_due(ended, position.stage_step == total):
                 self.checkpoint()
+            yield
 
-    def _begin_stage(self, number: int) -> StageState:
+    def step(self) -> None:
+        """Train for one batch."""
+        position = self.position
+        self.state.set_learning_rate(
+            learning_rate(self.recipe.stages[position.stage], position.stage_step, self.steps_per_epoch)
+        )
+        self.feed.prepare(position.step)
+        if self.measures_now:
+            self._measure()
+        self.engine.step(position.step, position.stage_step)
+        position.step += 1
+        position.stage_step += 1
+        if self.device.type != "cpu" and position.step % LOOK_EVERY == 0:
+            self._check(self.cohort.keys, self.cohort.sums)
+
+    def _begin_stage(self, number: int) -> None:
+        self.cohort.begin_stage(self._new_state(number), self._layers[number], self._keys[number])
+
+    def _new_state(self, number: int) -> StageState:
         address = Address(self.seed, "helpers", "initial", number)
         shapes = {name: self._shapes(name, self._layers[number]) for name in self.peers}
         return StageState(self.recipe.stages[number], self.peers, shapes, address)
 
     def _begin_engine(self) -> None:
+        step, stage_step = self.position.step, self.position.stage_step
+        self.feed.prepare(step)
         try:
-            self.engine.begin_stage()
+            self.engine.begin_stage(step, stage_step)
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             if self.engine.name == "eager":
                 raise
             why = str(error).strip().splitlines()[0]
             self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
-            self.forwards, self.streams, self.engine = {}, {}, Eager(self)
+            self.cohort.go_plain()
+            self.engine = Eager(self.cohort, self.steps_per_epoch)
 
     @property
-    def layers(self) -> list[str]:
-        """The layers whose features this stage's terms want."""
-        return self._layers[self.position.stage]
+    def state(self) -> StageState:
+        """Helpers and optimisers of the stage."""
+        return self.cohort.state
 
-    def state_tensors(self) -> list[Tensor]:
-        """Return every tensor that a step changes."""
-        tensors = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
-        tensors += [t for module in self._state.modules.values() for t in (*module.parameters(), *module.buffers())]
-        tensors += [
-            value
-            for optimizer in self._state.optimizers.values()
-            for slots in optimizer.state.values()
-            for value in slots.values()
-            if isinstance(value, Tensor)
-        ]
-        return [*tensors, *self._sums.values()]
-
-    # ---- one step -----------------------------------------------------------------------------------------------
-
-    @property
-    def clock(self) -> Clock:
-        """Now, in host numbers."""
-        step, stage_step = self.position.step, self.position.stage_step
-        return Clock(step, step % self.steps_per_epoch, stage_step / self.steps_per_epoch)
+    # ---- what the terms say of themselves -----------------------------------------------------------------------
 
     @property
     def measures_now(self) -> bool:
         """Whether the terms' shares of the gradient are due at this step."""
         every = self.recipe.gradient_share_every
+        every = max(100, self.steps_per_epoch) if every is None else every
         return every > 0 and self.position.step % every == 0
 
-    def step_now(self) -> None:
-        """Run one step, op by op."""
-        self.body(self.clock, measure=self.measures_now)
-
-    def measure_now(self) -> None:
-        """Measure the terms' shares of the gradient at this step, op by op, and change nothing else."""
-        fast = self.forwards, self.streams
-        self.forwards, self.streams = {}, {}  # a compiled backward pass can't be asked term by term
-        try:
-            with contextlib.ExitStack() as stack:
-                for posterior in self.peers.values():
-                    stack.enter_context(_kept_buffers(posterior))
-                batch = self._forward(self.clock)
-                self._measure_shares({name: self._values(batch, name) for name in self.peers})
-        finally:
-            self.forwards, self.streams = fast
-
-    def body(self, clock: Clock, measure: bool = False) -> None:
-        """The whole of a step on the device: forward, terms, backward, update, sums. Nothing waits for the host."""
-        batch = self._forward(clock)
-        if self.recipe.update == "simultaneous":
-            values = {name: self._values(batch, name) for name in self.peers}
-            if measure:
-                self._measure_shares(values)
-            total = sum(
-                (v for by_term in values.values() for v in by_term.values()), torch.zeros((), device=self.device)
-            )
-            total.backward()
-            self._state.average_shared_gradients(len(self.peers))
-            self._check(values, clock)
-            self._state.update([*self.peers, SHARED])
-        else:
-            values = self._sequential_update(batch, clock, measure)
-        self._gather(batch, values)
-
-    def _sequential_update(self, batch: terms.Batch, clock: Clock, measure: bool) -> dict[str, dict[str, Tensor]]:
-        values: dict[str, dict[str, Tensor]] = {}
-        outputs = dict(batch.outputs)
-        batch.outputs = outputs
-        for name in self.peers:
-            values[name] = self._values(batch, name)
-            if measure:
-                self._measure_shares({name: values[name]})
-            sum(values[name].values(), torch.zeros((), device=self.device)).backward()
-            self._check({name: values[name]}, clock)
-            self._state.update([name])
-            with torch.no_grad(), _kept_buffers(self.peers[name]):
-                outputs[name] = self._output(name, self._images, clock)
-        self._state.average_shared_gradients(len(self.peers))
-        self._state.update([SHARED])
-        return values
-
-    def _forward(self, clock: Clock | None = None) -> terms.Batch:
-        clock = clock or self.clock
-        images, labels = self.data.train.batch(self._batch_index(clock), self.device)
-        address = Address(self.seed, "data", "augment", clock.step)
-        self._images = to_unit(augment(images, self.recipe.data.augment, address))
-        outputs = {name: self._output(name, self._images, clock) for name in self.peers}
-        for stream in self.streams.values():
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-        return terms.Batch(
-            labels=labels,
-            outputs=outputs,
-            modules=self._state.modules,
-            train_size=len(self.data.train),
-            batch_size=self.batch_size,
-            epoch=clock.epoch,
-        )
-
-    def _output(self, name: str, images: Tensor, clock: Clock) -> terms.Output:
-        posterior = self.peers[name]
-        posterior.train()
-        address = Address(self.seed, name, "step", clock.step)
-        if not isinstance(clock.step, Tensor):
-            set_global_seed(address.sub("network"))  # dropout and the like
-        with self._own_stream(name):
-            if name in self.forwards:
-                logits, features, flat, std = self.forwards[name](images, address)
-                return terms.Output(posterior, Weights({}, flat, std), logits, features)
-            weights = posterior.draw(address)
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                logits, features = posterior.forward_features(images, weights, self.layers)
-            features = {layer: feature.float() for layer, feature in features.items()}
-            return terms.Output(posterior, weights, logits.float(), features)
-
-    @contextlib.contextmanager
-    def _own_stream(self, name: str) -> Iterator[None]:
-        if name not in self.streams:
-            yield
-            return
-        self.streams[name].wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.streams[name]):
-            yield
-
-    def _values(self, batch: terms.Batch, peer: str) -> dict[str, Tensor]:
-        return {term.name: term.value(batch, peer, options) for term, options in self._state.terms}
-
-    def _batch_index(self, clock: Clock) -> Tensor:
-        return self.epoch_order()[clock.place * self.batch_size + self._batch_range]
-
-    def epoch_order(self) -> Tensor:
-        """Return this epoch's permutation of the training images, always in the same tensor."""
-        epoch = self.position.step // self.steps_per_epoch
-        if epoch != self._ordered_epoch:
-            address = Address(self.seed, "data", "order", epoch)
-            self._order.copy_(order(len(self.data.train), address, self._order.device))
-            self._ordered_epoch = epoch
-        return self._order
-
-    # ---- what the terms say of themselves -----------------------------------------------------------------------
-
-    def _measure_shares(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _measure(self) -> None:
         options = self.recipe.stages[self.position.stage].terms
-        for peer, by_term in values.items():
-            parameters = (p for p in self.peers[peer].parameters() if p.requires_grad and p.numel())
-            found = self.position.shares[peer] = gradient_shares(by_term, parameters)
-            wanted = {term: share for term, share in found.items() if options[term].get("weight") != 0}
+        found = self.engine.term_norms(self.position.step, self.position.stage_step).tolist()
+        for peer, by_term in zip(self.peers, found, strict=True):
+            norms = {term: norm for term, (norm, _) in zip(options, by_term, strict=True)}
+            values = {term: value for term, (_, value) in zip(options, by_term, strict=True)}
+            shares = self.position.shares[peer] = shares_of(norms)
+            wanted = {term: share for term, share in shares.items() if options[term].get("weight") != 0}
             for term in newly_inert(wanted, self.position.inert, peer):
                 self.reporter.warn(
                     f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "
-                    f"{found[term]:.0e} and its value {float(by_term[term].detach()):.3g}; change its scale or weight, "
-                    "or drop it"
+                    f"{shares[term]:.0e} and its value {values[term]:.3g}; change its scale or weight, or drop it"
                 )
 
-    def _check(self, values: Mapping[str, Mapping[str, Tensor]], clock: Clock) -> None:
-        # On a GPU a look every step would stall it, and a captured step can't look: `check_sums` does.
-        if self.device.type != "cpu" or isinstance(clock.step, Tensor):
+    def _check(self, keys: Sequence[str], figures: Tensor) -> None:
+        # A term that was not finite once makes its sum so ever since: on a GPU a look at every step would stall it.
+        if bool(figures.isfinite().all()):
             return
-        for peer, by_term in values.items():
-            for term, value in by_term.items():
-                if not bool(value.isfinite()):
-                    self._fail(term, peer, float(value.detach()))
-
-    def check_sums(self) -> None:
-        """Stop if a term was not finite since the epoch began: its sum has not been finite ever since."""
-        for key, value in self._sums.items():
+        for key, value in zip(keys, figures.tolist(), strict=True):
             peer, kind, term = key.split("|", 2)
-            if kind == "terms" and not bool(value.isfinite()):
-                self._fail(term, peer, float(value))
-
-    def _fail(self, term: str, peer: str, value: float) -> None:
-        where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
-        raise TrainingError(
-            f"term '{term}' of peer '{peer}' became {value} at {where}; the last good checkpoint is kept: "
-            "lower the learning rate or the term's weight"
-        )
-
-    def _gather(self, batch: terms.Batch, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        found = {f"{peer}|terms|{term}": v.detach() for peer, by in values.items() for term, v in by.items()}
-        found |= {f"{peer}|notes|{name}": value for (peer, name), value in batch.notes.items()}
-        for peer, output in batch.outputs.items():
-            hits = (output.logits.detach().argmax(-1) == batch.labels).float().mean()
-            found[f"{peer}|train|accuracy"] = hits
-        for key, value in found.items():
-            if key not in self._sums:
-                self._sums[key] = torch.zeros((), dtype=torch.float64, device=self.device)
-            self._sums[key].add_(value)
+            if kind == "terms" and not math.isfinite(value):
+                where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
+                raise TrainingError(
+                    f"term '{term}' of peer '{peer}' became {value} at {where}; the last good checkpoint is kept: "
+                    "lower the learning rate or the term's weight"
+                )
 
     # ---- the end of an epoch ------------------------------------------------------------------------------------
 
@@ -370,7 +259,7 @@ class Learner:
             "epoch": position.stage_step // self.steps_per_epoch,
             "step": position.step,
             "seconds": round(position.seconds, 3),
-            "lr": learning_rate(self._state.settings, position.stage_step - 1, self.steps_per_epoch),
+            "lr": self.state.lr,
             "peers": peers,
         }
         if self._log is not None:
@@ -379,7 +268,7 @@ class Learner:
 
     def _validate(self, peer: str) -> dict[str, float]:
         split = self.data.validation
-        if split is None:
+        if split is None or not self.world.is_first:
             return {}
         log_p, labels = predict_split(self.peers[peer], split, VALIDATION_DRAWS, seed=self.seed, name=peer)[:2]
         return {
@@ -388,11 +277,15 @@ class Learner:
         }
 
     def _pull_sums(self) -> None:
-        # The sums stay on the device until somebody has to see them.
-        self.check_sums()
-        for key, value in self._sums.items():
-            self.position.sums[key] = self.position.sums.get(key, 0.0) + float(value)
-            value.zero_()
+        # The sums stay on the device until somebody has to see them, and with their process until then too.
+        self.world.average([self.cohort.sums])
+        for posterior in self.peers.values():
+            self.world.mean_buffers(posterior.network)
+        sums = self.cohort.sums.cpu()
+        self._check(self.cohort.keys, sums)
+        for key, value in zip(self.cohort.keys, sums.tolist(), strict=True):
+            self.position.sums[key] = self.position.sums.get(key, 0.0) + value
+        self.cohort.sums.zero_()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -401,13 +294,13 @@ class Learner:
             return False
         if self._checkpoint_every is not None:
             return stage_ended or self.position.step % self._checkpoint_every == 0
-        return stage_ended or (epoch_ended and time.monotonic() - self._saved_at > 10)
+        return stage_ended or (epoch_ended and self.world.any(time.monotonic() - self._saved_at > CHECKPOINT_SECONDS))
 
     def checkpoint(self) -> None:
         """Hand everything that a resumed run needs to ``save``."""
         self._pull_sums()
         tensors = {f"peer/{name}/{n}": t for name, p in self.peers.items() for n, t in p.state().items()}
-        tensors |= self._state.state()
+        tensors |= self.state.state()
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
@@ -428,9 +321,8 @@ class Learner:
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
         self.position = Position(**about["position"])
-        self._state = self._begin_stage(self.position.stage)
-        self._state.load_state(tensors)
-        self._sums = {}
+        self._begin_stage(self.position.stage)
+        self.state.load_state(tensors)
 
     # ---- looking before the first step --------------------------------------------------------------------------
 
@@ -439,12 +331,14 @@ class Learner:
         found = [layer for options in stage.terms.values() for layer in options.get("layers", [])]
         return list(dict.fromkeys(found))
 
-    def _probe(self) -> None:
+    def _probe(self) -> list[list[str]]:
         # One batch through every term before anything is trained or written: shapes, classes, layers, options.
+        # Returns the names of the figures by stage.
+        keys = []
         batch, labels = self.data.train.batch(torch.arange(min(4, len(self.data.train))), self.device)
         self._example = batch
         for number in range(len(self.recipe.stages)):
-            state = self._begin_stage(number)
+            state = self._new_state(number)
             outputs = {}
             for name, posterior in self.peers.items():
                 weights = posterior.draw(Address(self.seed, name, "step", 0))
@@ -455,11 +349,10 @@ class Learner:
                         f"{(len(batch), self.data.classes)}: {self.data.name} has {self.data.classes} classes"
                     )
                 outputs[name] = terms.Output(posterior, weights, logits, features)
-            found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.batch_size, 0.0)
-            for term, options in state.terms:
-                for name in self.peers:
-                    with torch.no_grad():
-                        term.value(found, name, options)
+            found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.cohort.batch_size, 0.0)
+            with torch.no_grad():
+                keys.append(list(term_figures(state.terms, found, self.peers)[1]))
+        return keys
 
     @torch.no_grad()
     def _try_network(
@@ -467,7 +360,7 @@ class Learner:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         posterior = self.peers[peer]
         posterior.eval()
-        with _kept_buffers(posterior):
+        with kept_buffers(posterior):
             try:
                 return posterior.forward_features(images, weights, layers)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -486,12 +379,35 @@ class Learner:
         return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
 
-@contextlib.contextmanager
-def _kept_buffers(posterior: Posterior) -> Iterator[None]:
-    """Put the network's buffers (batch-norm statistics) back after the block."""
-    kept = [(buffer, buffer.clone()) for buffer in posterior.network.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, before in kept:
-            buffer.copy_(before)
+def run_together(
+    learners: Sequence[Learner], on_end: Callable[[int], None] = lambda _: None
+) -> dict[int, TrainingError]:
+    """Train several cohorts side by side, a step each in turn; on a GPU captured steps overlap.
+
+    Args:
+        learners: on one device, or each on its own.
+        on_end: called with the place of a learner as soon as it has reached its end.
+
+    Returns:
+        Errors by place of the learners that could not go on; the others have reached their end.
+    """
+    devices = list({learner.device for learner in learners if learner.device.type == "cuda"})
+    errors: dict[int, TrainingError] = {}
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+        running = {place: learner.steps() for place, learner in enumerate(learners)}
+        for steps in running.values():
+            stack.callback(steps.close)  # type: ignore[attr-defined]
+        while running:
+            for place in list(running):
+                learner = learners[place]
+                try:
+                    with learner.engine.running():
+                        if next(running[place], "end") is None:
+                            continue
+                    if learner.device.type == "cuda":
+                        torch.cuda.synchronize(learner.device)
+                    on_end(place)
+                except TrainingError as error:
+                    errors[place] = error
+                del running[place]
+    return errors

@@ -28,6 +28,10 @@ class Reporter:
     def epoch(self, line: Mapping[str, Any]) -> None:
         """An epoch has ended; ``line`` is what went to metrics.jsonl."""
 
+    def beside(self, label: str) -> Reporter:  # noqa: ARG002
+        """Return a reporter for one of several runs that go side by side."""
+        return self
+
     def warn(self, text: str) -> None:
         """Something is odd."""
         warnings.warn(text, PeerbayesWarning, stacklevel=3)

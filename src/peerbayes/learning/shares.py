@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,20 @@ INERT = 1e-4
 _SAID = 10**9
 
 
-def gradient_shares(values: Mapping[str, Tensor], parameters: Iterable[nn.Parameter]) -> dict[str, float]:
-    """Return ‖∇ term‖ / Σ ‖∇ term'‖ over the given parameters, by term; the graphs are kept."""
-    parameters = list(parameters)
-    norms: dict[str, float] = {}
-    for term, value in values.items():
-        found: Iterable[Tensor | None] = ()
+def gradient_norms(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return ‖∇ value‖ over the parameters by value, shape (len(values),); the graphs are kept."""
+    norms = []
+    for value in values:
+        found: Sequence[Tensor | None] = ()
         if value.requires_grad:
             found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        norms[term] = sum(float(g.square().sum()) for g in found if g is not None) ** 0.5
+        squares = [g.square().sum() for g in found if g is not None]
+        norms.append(torch.stack(squares).sum().sqrt() if squares else torch.zeros_like(value))
+    return torch.stack([norm.detach().float() for norm in norms])
+
+
+def shares_of(norms: Mapping[str, float]) -> dict[str, float]:
+    """Return each term's norm over the sum of all of them; zeros where all are 0."""
     whole = sum(norms.values()) or 1.0
     return {term: norm / whole for term, norm in norms.items()}
 

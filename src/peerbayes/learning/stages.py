@@ -29,12 +29,12 @@ def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> flo
     return base * stage.lr_factor**passed
 
 
-def make_optimizer(options: settings.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build an optimiser of torch.optim."""
+def make_optimizer(
+    options: settings.Optimizer, parameters: Iterable[nn.Parameter], lr: float | Tensor
+) -> torch.optim.Optimizer:
+    """Build an optimiser of torch.optim; on a GPU ``lr`` is a tensor there, so that a captured step sees it change."""
     parameters = list(parameters)
-    on_gpu = parameters[0].device.type == "cuda"
-    # On a GPU the learning rate is a tensor there, so that a captured step sees it change.
-    lr = torch.tensor(options.lr, device=parameters[0].device) if on_gpu else options.lr
+    on_gpu = isinstance(lr, Tensor)
     if options.name == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -74,8 +74,11 @@ class StageState:
         }
         for term, options in self.terms:
             self._build(term, options, peers, shapes, address)
+        device = next(iter(peers.values())).device
+        self.lr = stage.optimizer.lr
+        self._lr = torch.tensor(self.lr, device=device) if device.type == "cuda" else self.lr
         self.optimizers = {
-            owner: make_optimizer(stage.optimizer, parameters.values())
+            owner: make_optimizer(stage.optimizer, parameters.values(), self._lr)
             for owner, parameters in self.parameters.items()
             if parameters
         }
@@ -108,12 +111,15 @@ class StageState:
 
     def set_learning_rate(self, value: float) -> None:
         """Set the learning rate of every optimiser."""
+        if value == self.lr:
+            return
+        self.lr = value
+        if isinstance(self._lr, Tensor):
+            self._lr.fill_(value)  # all optimisers hold this one
+            return
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(value)
-                else:
-                    group["lr"] = value
+                group["lr"] = value
 
     def update(self, owners: Iterable[str]) -> None:
         """Let the owners' optimisers step, and clear their gradients."""
@@ -121,6 +127,11 @@ class StageState:
             if owner in self.optimizers:
                 self.optimizers[owner].step()
                 self.optimizers[owner].zero_grad()
+
+    def gradients(self, owner: str) -> list[Tensor]:
+        """Return the gradients of an owner's parameters."""
+        found = (parameter.grad for parameter in self.parameters.get(owner, {}).values())
+        return [grad for grad in found if grad is not None]
 
     def average_shared_gradients(self, count: int) -> None:
         """Divide the gradients of shared helpers, which every peer has added to, by the number of peers."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peerbayes.evaluation import paired_difference, summarise
+from peerbayes.learning import Sweep
+from peerbayes.learning.space import setting_title, shown
 from peerbayes.reporting.records import Record
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
@@ -115,12 +117,49 @@ def text_table(records: Sequence[Record]) -> str:
     for row in rows(records):
         lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
         previous = row.method
+    text = _aligned(lines, left=2)
+    return "\n".join([*text, *(["", *found] if (found := differences(records)) else [])])
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> list[str]:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
+    return [
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
+            cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]
-    return "\n".join([*text, *(["", *found] if (found := differences(records)) else [])])
+
+
+def sweep_table(sweep: Sweep) -> str:
+    """Return a sweep's settings as plain text: the best first, then what runs elsewhere and what failed."""
+    keys = [axis.key for axis in sweep.axes]
+    lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in FIGURES.items()))]
+    for row in sweep.table:
+        cells = [""] * len(FIGURES)
+        if row["state"] == "complete":
+            seeds = row["seeds"].values()
+            cells = [_cell([seed[key] * scale for seed in seeds], scale) for key, scale in FIGURES.values()]
+        place = str(row["rank"] or row["state"])
+        lines.append((place, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
+    count = len(sweep.seeds)
+    spread = f"mean ± standard error over {count} seeds" if count > 1 else "1 seed"
+    text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *_aligned(lines, left=1)]
+    notes = [f"{setting_title(r['setting'])} failed: {r['reason']}" for r in sweep.table if r["state"] == "failed"]
+    if any(row["state"] == "running" for row in sweep.table):
+        notes.append("running: in the hands of another process; the same command shows them when they are done")
+    done = [row for row in sweep.table if row["state"] == "complete"]
+    if len(done) > 1:
+        notes.insert(0, _lead(sweep, *done[:2]))
+    if done:
+        changes = " ".join(f"--set '{change}'" for change in done[0]["changes"])
+        notes.append(f"the best setting for train: {changes}")
+    return "\n".join([*text, "", *notes]).rstrip()
+
+
+def _lead(sweep: Sweep, best: Record, second: Record) -> str:
+    name, scale = next((name, scale) for name, (key, scale) in FIGURES.items() if key == sweep.objective)
+    a, b = ({int(s): v[sweep.objective] * scale for s, v in row["seeds"].items()} for row in (best, second))
+    seeds = f"{len(a)} seed{'s' if len(a) > 1 else ''}"
+    return f"first − second, validation {name}, paired over {seeds}: {paired_difference(a, b).describe()}"

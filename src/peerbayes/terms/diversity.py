@@ -131,7 +131,7 @@ def _conditional(step: Step, peer: str, layers: list[str], fusion: str, pool: st
         module = step.module(peer)
         parameters = {name: p.detach() if fusion == "task" else p for name, p in module.named_parameters()}
         found = vectors(torch.func.functional_call(module, parameters, (features,)), pool)
-    return divergences.kernel_log_conditional(found.float(), kernel)  # type: ignore[arg-type]
+    return divergences.kernel_log_conditional(step.whole_batch(found.float()), kernel)  # type: ignore[arg-type]
 
 
 def _task_loss(step: Step, peer: str, layers: list[str]) -> Tensor:

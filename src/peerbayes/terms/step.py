@@ -39,6 +39,7 @@ class Batch:
         train_size: images in the training split.
         batch_size: the recipe's batch size.
         epoch: epochs since the stage began, with fraction.
+        gather: makes rows of the whole batch of those of this process; None where they are the whole.
         notes: figures that terms want to be logged, by (peer, name); filled by the terms.
     """
 
@@ -48,6 +49,7 @@ class Batch:
     train_size: int
     batch_size: int
     epoch: float | Tensor
+    gather: Callable[[Tensor], Tensor] | None = None
     notes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
@@ -143,6 +145,13 @@ class Step:
         if name not in cache:
             cache[name] = make(Step(self._batch, peer, self._term))
         return self._guard(peer, cache[name])
+
+    def whole_batch(self, rows: Tensor) -> Tensor:
+        """Return the rows (B, ...) of all processes that share a batch, where that is asked for; else as they are.
+
+        For terms that compare images with each other.
+        """
+        return rows if self._batch.gather is None else self._batch.gather(rows)
 
     def note(self, name: str, value: Tensor) -> None:
         """Log a figure beside the term's value."""

@@ -1,0 +1,499 @@
+"""From recipes to trained run folders: one by one, or packed side by side on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from peerbayes import data as data_room
+from peerbayes import networks
+from peerbayes.data import Dataset, Placement
+from peerbayes.errors import InputError
+from peerbayes.learning import checkpoints
+from peerbayes.learning.distribution import ALONE, World
+from peerbayes.learning.engine import STREAMS, Name, pick
+from peerbayes.learning.loop import Learner, TrainingError, run_together
+from peerbayes.learning.progress import Reporter
+from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
+from peerbayes.learning.run import (
+    CUSTOM,
+    Run,
+    default_folder,
+    environment,
+    load_data,
+    network_inputs,
+    pick_device,
+    read_json,
+    write_text,
+)
+from peerbayes.learning.stages import seeded
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField, Point, Posterior
+
+Engine = Name | Literal["auto"]
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to be trained into a folder with a seed."""
+
+    recipe: Recipe
+    folder: Path
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class How:
+    """How jobs are run; nothing here changes what is learnt, but for rounding.
+
+    Attributes:
+        device: where to train; ``auto`` takes a GPU where there is one.
+        root: data root.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
+        placement: where the training images lie; see `peerbayes.data.feed`.
+        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 30 s.
+        pack: jobs trained side by side; by default all that a GPU has streams for, and one on a CPU.
+        world: the processes that share each batch.
+        synchronise: take batch-norm's and kernels' statistics over all processes.
+    """
+
+    device: str | torch.device = "auto"
+    root: str | Path | None = None
+    engine: Engine = "auto"
+    precision: Precision = "auto"
+    placement: Placement = "auto"
+    checkpoint_every: int | None = None
+    pack: int | None = None
+    world: World = ALONE
+    synchronise: bool = False
+
+    def place(self) -> torch.device:
+        """Return the device."""
+        return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
+
+    def learner_options(self, device: torch.device) -> dict[str, Any]:
+        """Return the options of a learner."""
+        engine = pick(self.engine, device)
+        half = self.precision == "bfloat16" or (self.precision == "auto" and engine == "captured")
+        return {
+            "engine": engine,
+            "autocast": torch.bfloat16 if half else None,
+            "placement": self.placement,
+            "checkpoint_every": self.checkpoint_every,
+            "world": self.world,
+            "synchronise": self.synchronise,
+        }
+
+    def waves(self, jobs: Sequence[Job], device: torch.device) -> list[Sequence[Job]]:
+        """Return the jobs in groups that are trained side by side."""
+        pack = self.pack
+        if pack is None:
+            captured = pick(self.engine, device) == "captured"
+            most = max((len(job.recipe.peers) for job in jobs), default=1) + 1
+            pack = max(1, STREAMS // most) if captured else 1
+        return [jobs[i : i + pack] for i in range(0, len(jobs), pack)]
+
+
+def fit(
+    peers: Mapping[str, Posterior],
+    *,
+    data: str | Path | Dataset,
+    recipe: str | Path | Recipe,
+    run: str | Path,
+    seed: int = 0,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Run:
+    """Train your own posteriors by the stages of a recipe, on the device that they are on.
+
+    Args:
+        peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
+        data: a data set, or what `peerbayes.data.load` takes; it takes the place of the recipe's.
+        recipe: a recipe, its name or its file.
+        run: the run folder.
+        seed: seed of draws, order and augmentation.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
+        resume: go on with an interrupted run.
+        reporter: is told what happens; silent by default.
+        how: see `How`.
+    """
+    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    given = [
+        {"name": name, "network": CUSTOM, "posterior": {"kind": posterior.kind, **posterior.options()}}
+        for name, posterior in peers.items()
+    ]
+    table = found.model_dump(exclude_none=True)
+    table["peers"] = given
+    table["data"].pop("classes", None)
+    table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
+    found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
+    settings = How(**how)
+    loaded = data if isinstance(data, Dataset) else load_data(found, settings.root)
+    networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
+    for name, posterior in peers.items():
+        posterior.seed, posterior.name = seed, name
+    job, reporter = Job(found, Path(run), seed), reporter or Reporter()
+    _refuse_occupied(job, resume)
+    if not _is_finished(job, reporter):
+        session = _Session(job, dict(peers), loaded, resume, reporter, settings)
+        for error in _train_wave([session], settings.world).values():
+            raise error
+    return Run(run, networks_by_peer)
+
+
+def train(
+    recipe: Recipe,
+    run: str | Path,
+    *,
+    seed: int = 0,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Run:
+    """Train a recipe into a run folder; sources that its peers start from are trained first if they are missing.
+
+    Args:
+        recipe: a validated recipe.
+        run: the run folder.
+        seed: seed of everything random.
+        resume: go on with an interrupted run.
+        reporter: is told what happens; silent by default.
+        how: see `How`.
+    """
+    return train_jobs([Job(recipe, Path(run), seed)], resume=resume, reporter=reporter, **how)[0]
+
+
+def train_jobs(
+    jobs: Sequence[Job],
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    errors: dict[int, TrainingError] | None = None,
+    **how: Any,
+) -> list[Run]:
+    """Train jobs, on a GPU side by side; what their peers start from comes first, side by side too.
+
+    Args:
+        jobs: with a folder each.
+        resume: go on with interrupted runs.
+        reporter: is told what happens; silent by default.
+        errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
+            others have ended.
+        how: see `How`.
+    """
+    settings, reporter = How(**how), reporter or Reporter()
+    jobs = [replace(job, recipe=_with_full_path(job.recipe)) for job in jobs]
+    for place, job in enumerate(jobs):
+        if any(job.folder.resolve() == other.folder.resolve() for other in jobs[:place]):
+            raise InputError(f"{job.folder}: two runs can't have one folder")
+        _refuse_occupied(job, resume)
+    device, loaded = settings.place(), _Loaded(settings.root)
+    done = _train_sources(jobs, loaded, device, reporter, settings)
+    found: dict[int, TrainingError] = {}
+    left = [job for job in jobs if job.folder.resolve() not in done and not _is_finished(job, reporter)]
+    for wave in settings.waves(left, device):
+        sessions = []
+        for job in wave:
+            data = loaded(job.recipe)
+            peers = {
+                p.name: build_peer(p, job.recipe, data, job.seed, job.folder.parent, device) for p in job.recipe.peers
+            }
+            voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
+            sessions.append(_Session(job, peers, data, resume, voice, settings, len(wave)))
+        found |= {jobs.index(wave[place]): error for place, error in _train_wave(sessions, settings.world).items()}
+    if errors is not None:
+        errors.update(found)
+    for error in found.values() if errors is None else ():
+        raise error
+    return [Run(job.folder) for job in jobs]
+
+
+class _Loaded:
+    """Data sets, each loaded once, so that packed runs share one copy on the device."""
+
+    def __init__(self, root: str | Path | None) -> None:
+        self.root = root
+        self._found: dict[str, Dataset] = {}
+
+    def __call__(self, recipe: Recipe) -> Dataset:
+        options = recipe.data
+        key = repr((options.name, options.validation, options.size, options.classes))
+        if key not in self._found:
+            self._found[key] = load_data(recipe, self.root)
+        return self._found[key]
+
+
+def _is_finished(job: Job, reporter: Reporter) -> bool:
+    path = job.folder / "run.json"
+    finished = path.is_file() and bool(read_json(path).get("finished"))
+    if finished:
+        reporter.headline(f"{job.folder}: already finished")
+    return finished
+
+
+def _with_full_path(recipe: Recipe) -> Recipe:
+    # A run must find its data again from another folder.
+    path = Path(recipe.data.name)
+    if recipe.data.name in data_room.names() or not path.exists():
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"name": str(path.resolve())})})
+
+
+# ---- peers and what they start from ---------------------------------------------------------------------------------
+
+
+def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
+    """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
+    source = _source(peer, recipe, seed, runs)
+    if isinstance(source, Job):
+        source = _only_weights(Run(source.folder), peer)
+    with seeded(Address(seed, peer.name, "initial")):
+        network = networks.build(peer.network, network_inputs(loaded))
+    options = peer.posterior.model_dump(exclude={"kind"})
+    if peer.posterior.kind == "point":
+        point = Point(network, start_from=source).to(device)
+        point.seed, point.name = seed, peer.name
+        return point
+    return MeanField(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
+
+
+def _peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
+    return {
+        peer.name: build_peer(peer, job.recipe, loaded, job.seed, job.folder.parent, device)
+        for peer in job.recipe.peers
+    }
+
+
+def _source(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | None:
+    """Return what a peer starts from: a file of weights, or the run that makes it."""
+    source = peer.start_from
+    if source is None:
+        return None
+    if source.endswith(".safetensors"):
+        return Path(source)
+    if (Path(source) / "recipe.toml").is_file():
+        return _only_weights(Run(source), peer)
+    if source not in packaged() and not Path(source).is_file():
+        raise InputError(f"peer '{peer.name}': start_from '{source}' is neither a recipe, a run folder nor a file")
+    # The source must fit this run: same data, same network.
+    named = load_recipe(source)
+    table = named.model_dump(exclude_none=True)
+    table["data"] |= recipe.data.model_dump(include={"name", "classes", "validation", "size"}, exclude_none=True)
+    for item in table["peers"]:
+        item["network"] = peer.network
+    fitted = Recipe.parse(table, f"recipe {source}")
+    folder = default_folder(source, seed, runs)
+    if fitted != named:
+        folder = folder.with_name(f"{folder.name}-{fitted.digest}")
+    return Job(fitted, folder, seed)
+
+
+def _only_weights(run: Run, peer: Peer) -> Path:
+    if len(run) != 1:
+        raise InputError(
+            f"peer '{peer.name}': {run.folder} has peers {', '.join(run)}; name one weights-*.safetensors file"
+        )
+    return run.weights_file(next(iter(run)))
+
+
+def _train_sources(
+    jobs: Sequence[Job], loaded: _Loaded, device: torch.device, reporter: Reporter, how: How
+) -> set[Path]:
+    """Train what the jobs' peers start from, where it is missing; return the folders."""
+    sources: dict[Path, Job] = {}
+    for job in jobs:
+        for peer in job.recipe.peers:
+            source = _source(peer, job.recipe, job.seed, job.folder.parent)
+            if isinstance(source, Job) and not _is_trained(source.folder):
+                sources[source.folder.resolve()] = source
+    if not sources:
+        return set()
+    for job in jobs:
+        wanted = sources.get(job.folder.resolve())
+        if wanted is not None and wanted.recipe != job.recipe:
+            raise InputError(
+                f"{job.folder}: other runs start from it with the settings of '{wanted.recipe.name}', but other "
+                "settings are asked for; train it into a folder of its own"
+            )
+        # Everything is checked before a source is trained, which may take days.
+        unsourced = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
+        trial = replace(job, recipe=job.recipe.model_copy(update={"peers": unsourced}))
+        data = loaded(job.recipe)
+        Learner(trial.recipe, _peers(trial, data, device), data, job.seed, engine="eager").feed.close()
+    for source in sources.values():
+        reporter.headline(f"{source.recipe.name}: training it first, into {source.folder}")
+    train_jobs(list(sources.values()), resume=True, reporter=reporter, **how.__dict__)
+    return set(sources)
+
+
+def _is_trained(folder: Path) -> bool:
+    return (folder / "recipe.toml").is_file() and Run(folder).finished
+
+
+# ---- one run folder -------------------------------------------------------------------------------------------------
+
+
+class _Session:
+    """A run folder in training; with many processes the first one writes."""
+
+    def __init__(
+        self,
+        job: Job,
+        peers: dict[str, Posterior],
+        loaded: Dataset,
+        resume: bool,
+        reporter: Reporter,
+        how: How,
+        packed: int = 1,
+    ) -> None:
+        self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
+        self.world, self.folder = how.world, job.folder
+        self.reporter = reporter if self.world.is_first else Reporter()
+        self.device = next(iter(peers.values())).device
+        self.log = _MetricsLog(self.folder / "metrics.jsonl")
+        self.learner = Learner(
+            job.recipe,
+            peers,
+            loaded,
+            job.seed,
+            reporter=self.reporter,
+            save=self._save,
+            log=self.log.write if self.world.is_first else None,
+            **how.learner_options(self.device),
+        )
+        newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
+        if newest is not None:
+            tensors, about, complaints = newest
+            for complaint in complaints:
+                self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
+            self.learner.restore(tensors, about)
+
+    def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.world.is_first:
+            checkpoints.write(self.folder, about["position"]["step"], tensors, about)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder, and say what it will be."""
+        if not self.world.is_first:
+            yield
+            return
+        job, step = self.job, self.learner.position.step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _lock(self.folder):
+            for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                stale.unlink()
+            self.about = {
+                "seed": job.seed,
+                "finished": False,
+                "inputs": network_inputs(self.loaded).__dict__,
+                **environment(self.device),
+                "engine": self.learner.engine.name,
+                "packed": self.packed,
+                "processes": self.world.size,
+            }
+            self._describe()
+            # The recipe comes last: a folder that has one has the rest.
+            write_text(self.folder / "recipe.toml", job.recipe.to_toml())
+            self.log.keep_until(step)
+            self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
+            yield
+
+    def finish(self) -> None:
+        """Write the trained posteriors."""
+        if not self.world.is_first:
+            return
+        for name, posterior in self.peers.items():
+            posterior.save(self.folder / f"weights-{name}.safetensors")
+        self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
+        self.about["engine"] = self.learner.engine.name
+        self._describe()
+
+    def _describe(self) -> None:
+        write_text(self.folder / "run.json", json.dumps(self.about, indent=1))
+
+
+def _train_wave(sessions: Sequence[_Session], world: World) -> dict[int, TrainingError]:
+    world.barrier()  # nobody writes before everybody has looked
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.opened())
+        errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
+        world.barrier()  # what was written is there for all
+    return errors
+
+
+def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:
+    recipe = job.recipe
+    nets = ", ".join(dict.fromkeys(peer.network for peer in recipe.peers))
+    count = len(recipe.peers)
+    peers = f"{count} peer{'s' if count > 1 else ''}"
+    text = f"{recipe.title} · {loaded.name} · {peers} · {nets} · {where} · seed {job.seed}"
+    return f"{text} · going on at step {step}" if step else text
+
+
+def _refuse_occupied(job: Job, resume: bool) -> None:
+    folder = job.folder
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file, expected a folder for the run")
+    if not (folder / "recipe.toml").is_file():
+        if folder.is_dir() and any(folder.iterdir()) and not resume:
+            raise InputError(f"{folder}: the folder is not empty and holds no run; choose another one")
+        return
+    if not resume:
+        raise InputError(f"{folder}: already holds a run; add --resume to go on with it, or choose another folder")
+    before, about = load_recipe(folder / "recipe.toml"), read_json(folder / "run.json")
+    if about.get("seed") != job.seed:
+        raise InputError(f"{folder}: holds a run of seed {about.get('seed')}, not {job.seed}")
+    if before != job.recipe:
+        raise InputError(f"{folder}: holds a run of another recipe ('{before.title}'), or with other settings")
+
+
+class _MetricsLog:
+    """metrics.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again."""
+        kept = []
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut short
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def write(self, line: dict[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    if os.name != "posix":  # two processes on one run folder are then not noticed
+        yield
+        return
+    import fcntl
+
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: another process is training this run") from None
+        yield
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.name)
