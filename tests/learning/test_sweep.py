@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -446,6 +447,17 @@ def test_of_another_machine_only_the_beat_tells(tmp_path):
             database.commit()
         assert alphas(here.claim(5)) == [0]
         there._mine.clear()
+
+
+def test_two_that_look_at_the_same_moment_do_not_take_the_same(tmp_path, monkeypatch):
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        first.claim(0)  # the grid is in the queue now
+        check = optuna.storages.RDBStorage.check_trial_is_updatable
+        slow = lambda *arguments: (time.sleep(0.2), check(*arguments))  # between looking and taking
+        monkeypatch.setattr(optuna.storages.RDBStorage, "check_trial_is_updatable", slow)
+        with ThreadPoolExecutor(2) as pool:
+            taken = list(pool.map(lambda study: study._study._pop_waiting_trial_id(), (first, second)))
+        assert sorted(taken) == [1, 2]
 
 
 def test_what_was_taken_and_not_done_is_given_back(tmp_path):

@@ -223,7 +223,7 @@ class Study:
         return any(self.grid or trial.state in (states.WAITING, states.RUNNING) for trial in same)
 
     def _recover(self) -> None:
-        # Fails what the dead had taken and puts it back into the queue, with every setting of a grid that is nowhere.
+        # Fails what the dead had taken and puts it back into the queue: of a grid, every setting that is nowhere.
         states = self._optuna.trial.TrialState
         running = {t.number for t in self._study.get_trials(deepcopy=False, states=(states.RUNNING,))}
         with _calm():
@@ -231,14 +231,15 @@ class Study:
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state == states.RUNNING and trial.number not in self._mine and self._is_dead(trial):
                 self._study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
-        for trial in self._study.get_trials(deepcopy=False, states=(states.FAIL,)):
-            if trial.number in running and self._given_up(trial) and "setting" in trial.user_attrs:
-                self._enqueue(trial.user_attrs["setting"])
         if self.grid:
             known = {self._setting_of(trial) for trial in self.trials()}
             for setting in corners(self.axes):
                 if _key(setting) not in known:
                     self._enqueue(setting)
+            return
+        for trial in self._study.get_trials(deepcopy=False, states=(states.FAIL,)):
+            if trial.number in running and self._given_up(trial) and "setting" in trial.user_attrs:
+                self._enqueue(trial.user_attrs["setting"])
 
     def _is_dead(self, trial: optuna.trial.FrozenTrial) -> bool:
         token = trial.user_attrs.get("worker")
@@ -259,7 +260,8 @@ class Study:
         return trial.state == self._optuna.trial.TrialState.FAIL and "reason" not in trial.user_attrs
 
     def _setting_of(self, trial: optuna.trial.FrozenTrial) -> str:
-        return _key(trial.user_attrs.get("setting", trial.params))
+        # What a grid's queue did not hold, because somebody was faster, is about to be given up.
+        return _key(trial.user_attrs.get("setting", {} if self.grid else trial.params))
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
