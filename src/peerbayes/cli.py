@@ -51,6 +51,14 @@ class Precision(enum.Enum):
     bfloat16 = "bfloat16"
 
 
+class Placement(enum.Enum):
+    """Placements by name."""
+
+    auto = "auto"
+    device = "device"
+    stream = "stream"
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"peerbayes {__version__}")
@@ -110,7 +118,7 @@ def recipes(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names or TOML files of recipes.")],
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     seeds: Seeds = None,
@@ -121,41 +129,60 @@ def train(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 10 s")
+        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 30 s")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="How steps are run: op by op, with compiled networks, or as one CUDA graph.")
+        Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
     ] = Engine.auto,
     precision: Annotated[
         Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
     ] = Precision.auto,
+    placement: Annotated[
+        Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
+    ] = Placement.auto,
+    pack: Annotated[
+        int | None, typer.Option(min=1, help="Runs trained side by side.", show_default="all on a GPU, 1 on a CPU")
+    ] = None,
+    synchronise: Annotated[
+        bool, typer.Option("--synchronise", help="With torchrun: batch-norm and kernels over all processes.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe into a run folder, then judge it on the test split."""
+    """Train recipes into run folders, then judge them on the test split.
+
+    On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
+    """
     from peerbayes import learning
 
-    found = learning.load_recipe(recipe, changes)
+    found = {recipe: learning.load_recipe(recipe, changes) for recipe in recipes}
     numbers = _parse_seeds(seeds) if seeds is not None else [seed]
-    records = []
-    for number in numbers:
-        folder = learning.default_folder(recipe, number) if run is None else run
-        if run is not None and seeds is not None:
-            folder = run / f"seed{number}"
-        done = learning.train(
-            found,
-            folder,
-            seed=number,
-            resume=resume,
+    many = seeds is not None or len(found) > 1
+    jobs = []
+    for name, recipe in found.items():
+        for number in numbers:
+            folder = learning.default_folder(name, number)
+            if run is not None:
+                folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
+            jobs.append(learning.Job(recipe, folder, number))
+    with learning.joined(device) as world:
+        runs = learning.train_jobs(
+            jobs,
+            resume=resume or world.any(learning.restarted()),
+            reporter=_reporter(quiet or not world.is_first),
             device=device,
             root=data_root,
-            reporter=_reporter(quiet),
-            checkpoint_every=checkpoint_every,
             engine=engine.value,
             precision=precision.value,
+            placement=placement.value,
+            checkpoint_every=checkpoint_every,
+            pack=pack,
+            world=world,
+            synchronise=synchronise,
         )
-        records.append(_judge(done, device, data_root))
-    _show(records, as_json, many=seeds is not None)
+        if world.is_first:
+            _show([_judge(done, device, data_root) for done in runs], as_json, many=many)
+        world.barrier()
 
 
 @app.command()

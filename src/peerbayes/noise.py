@@ -46,8 +46,7 @@ class Address:
     @property
     def key(self) -> int:
         """Signed 64-bit hash of (seed, owner, stream)."""
-        text = f"{int(self.seed)}\0{self.owner}\0{self.stream}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+        return stream_key(self.seed, self.owner, self.stream)
 
     def at(self, number: int | Tensor) -> Address:
         """Return the same address at another number."""
@@ -56,6 +55,12 @@ class Address:
     def sub(self, stream: str) -> Address:
         """Return an independent address below this one, at the same number."""
         return Address(self.seed, self.owner, f"{self.stream}/{stream}", self.number)
+
+
+def stream_key(seed: int, owner: str, stream: str) -> int:
+    """Return the signed 64-bit hash of (seed, owner, stream)."""
+    text = f"{int(seed)}\0{owner}\0{stream}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def _mix(z: Tensor) -> Tensor:

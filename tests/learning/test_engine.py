@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Reporter, load_data, load_recipe
-from peerbayes.learning import engine
+from peerbayes.learning import Learner, Reporter, engine, load_data, load_recipe
 from peerbayes.learning.engine import pick
 from peerbayes.learning.jobs import build_peer
 

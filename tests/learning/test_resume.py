@@ -79,7 +79,8 @@ def dies_at(number):
     os.fsync = lambda fd: (event(fd), fsync(fd))[1]
     os.replace = lambda *a: (event(), replace(*a))[1]
     loop.Learner.step = lambda self: (event(), step(self))[1]
-    job_room._MetricsLog.write = lambda self, line: (event(None, self.path, json.dumps(line)[:25]), write(self, line))[1]
+    log = job_room._MetricsLog
+    log.write = lambda self, line: (event(None, self.path, json.dumps(line)[:25]), write(self, line))[1]
 
 def broken(how):
     load_state, restore = stages.StageState.load_state, loop.Learner.restore

@@ -10,7 +10,7 @@ from torch import nn
 
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point
+from peerbayes.posteriors import MeanField, Point, prediction
 from peerbayes.posteriors.prediction import _Referee
 
 
@@ -208,6 +208,7 @@ def live_bytes():
 
 def test_memory_does_not_grow_with_the_number_of_draws(monkeypatch):
     found, x = posterior(), images(200)
+    monkeypatch.setitem(prediction.TOGETHER, "cpu", 0)  # one draw after another
     original, seen = found.draw, {}
 
     def watched(address):

@@ -1,5 +1,6 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
+from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.jobs import How, Job, fit, train, train_jobs
 from peerbayes.learning.loop import Learner, TrainingError
 from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
@@ -21,10 +22,12 @@ __all__ = [
     "default_folder",
     "environment",
     "fit",
+    "joined",
     "load",
     "load_data",
     "load_recipe",
     "packaged",
+    "restarted",
     "sweep",
     "train",
     "train_jobs",

@@ -39,6 +39,11 @@ class Clock:
     epoch: float | Tensor
 
 
+def prepare_images(images: Tensor, names: Sequence[str], seed: int, number: int | Tensor, first: int) -> Tensor:
+    """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on."""
+    return to_unit(augment(images, names, Address(seed, "data", "augment", number), first))
+
+
 def run_peer(
     posterior: Posterior, images: Tensor, begin: Tensor, layers: Sequence[str], autocast: torch.dtype | None
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
@@ -82,7 +87,8 @@ def stacked_figures(chosen: Terms, batch: terms.Batch, peers: Iterable[str]) -> 
 class Cohort:
     """Peers, a feed and a stage; `step` is the whole of a training step, and nothing in it waits for the host.
 
-    An engine may exchange ``run_peer`` and ``figures`` for compiled ones and give each peer a stream of its own.
+    An engine may exchange ``prepare_images``, ``run_peer`` and ``figures`` for compiled ones, and give each peer a
+    stream of its own.
 
     Args:
         recipe: update rule, augmentation and batch size.
@@ -123,6 +129,7 @@ class Cohort:
 
     def go_plain(self) -> None:
         """Run operation by operation from now on."""
+        self.prepare_images: Callable[..., Tensor] = prepare_images
         self.run_peer: Callable[..., Any] = run_peer
         self.figures: Callable[..., tuple[Tensor, Tensor]] = stacked_figures
         self.streams = {}
@@ -130,12 +137,12 @@ class Cohort:
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """Run operation by operation inside the block."""
-        before = self.run_peer, self.figures, self.streams
+        before = self.prepare_images, self.run_peer, self.figures, self.streams
         self.go_plain()
         try:
             yield
         finally:
-            self.run_peer, self.figures, self.streams = before
+            self.prepare_images, self.run_peer, self.figures, self.streams = before
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
@@ -199,9 +206,8 @@ class Cohort:
     def forward(self, clock: Clock) -> terms.Batch:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
-        address = Address(self.seed, "data", "augment", clock.step)
         first = self.world.rank * self.feed.batch_size
-        self._images = to_unit(augment(images, self.recipe.data.augment, address, first))
+        self._images = self.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
         with self._forked():
             outputs = {name: self._output(name, self._images, clock) for name in self.peers}
         return terms.Batch(

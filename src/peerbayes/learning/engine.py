@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from peerbayes import noise
 from peerbayes.errors import InputError
-from peerbayes.learning.cohort import Clock, Cohort, run_peer, stacked_figures
+from peerbayes.learning.cohort import Clock, Cohort, prepare_images, run_peer, stacked_figures
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.noise import Address
 
@@ -60,19 +61,27 @@ class Compiled(Eager):
 
     def begin_stage(self, step: int, stage_step: int) -> None:  # noqa: ARG002
         """Compile; what has been compiled for a cohort of the same make is taken as it is."""
+        self.cohort.prepare_images = compiled(prepare_images)
         self.cohort.run_peer = compiled(run_peer)
         self.cohort.figures = compiled(stacked_figures)
 
+    def step(self, step: int, stage_step: int) -> None:
+        """Run one step."""
+        set_global_seed(Address(self.cohort.seed, "network", "step", step))  # dropout and the like
+        super().step(step, stage_step)
+
     def _clock(self, step: int, stage_step: int) -> Clock:
-        # A number would be compiled in.
-        epoch = torch.full((), stage_step / self.steps_per_epoch, device=self.cohort.device)
-        return Clock(step, step % self.steps_per_epoch, epoch)
+        # Numbers would be compiled in.
+        device = self.cohort.device
+        epoch = torch.full((), stage_step / self.steps_per_epoch, device=device)
+        return Clock(torch.full((), step, device=device), step % self.steps_per_epoch, epoch)
 
 
 class Captured(Compiled):
-    """The compiled step of the whole cohort as one CUDA graph, each peer on its own stream.
+    """The step of the whole cohort as one CUDA graph, each peer on its own stream.
 
-    Several of them run side by side, each on streams of its own.
+    In float32 it holds the operations of `Eager`, to the last bit; in half precision it is compiled first. Several
+    graphs run side by side, each on streams of its own.
     """
 
     name: Name = "captured"
@@ -99,21 +108,23 @@ class Captured(Compiled):
 
     def begin_stage(self, step: int, stage_step: int) -> None:
         """Compile, warm up on copies of the state, and capture."""
-        super().begin_stage(step, stage_step)
         cohort, device = self.cohort, self.cohort.device
+        if cohort.autocast is not None:
+            super().begin_stage(step, stage_step)
         cohort.streams = self.streams
         generator = torch.cuda.default_generators[device.index or 0]
         self.stream.wait_stream(torch.cuda.current_stream(device))
         offset = generator.get_offset()
-        with _kept_state(cohort), torch.cuda.stream(self.stream), _quiet():
+        with _tried_kernels(cohort.autocast is not None):
+            with _kept_state(cohort), torch.cuda.stream(self.stream), _quiet():
+                self._set(step, stage_step)
+                for _ in range(WARM_UP):
+                    self._step()
+                torch.cuda.synchronize(device)
+            self.alone = generator.get_offset() != offset
+            self.norms_graph = None
             self._set(step, stage_step)
-            for _ in range(WARM_UP):
-                self._step()
-            torch.cuda.synchronize(device)
-        self.alone = generator.get_offset() != offset
-        self.norms_graph = None
-        self._set(step, stage_step)
-        self.graph, _ = self._capture(self._step)
+            self.graph, _ = self._capture(self._step)
 
     def step(self, step: int, stage_step: int) -> None:  # noqa: ARG002
         """Replay the step."""
@@ -166,6 +177,7 @@ def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function once a process; it is compiled again for peers of another make, and only for those."""
+    torch.compiler.assume_constant_result(noise.stream_key)  # hashing can't be traced
     made = torch.compile(function, dynamic=False)
 
     @functools.wraps(function)
@@ -174,6 +186,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return made(*arguments)
 
     return call
+
+
+@contextlib.contextmanager
+def _tried_kernels(wanted: bool) -> Iterator[None]:
+    """Let cuDNN try its kernels and take the fastest, unless it was told to be deterministic."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextlib.contextmanager

@@ -207,8 +207,8 @@ class Learner:
     @property
     def measures_now(self) -> bool:
         """Whether the terms' shares of the gradient are due at this step."""
-        every = self.recipe.gradient_share_every
-        every = max(100, self.steps_per_epoch) if every is None else every
+        wanted = self.recipe.gradient_share_every
+        every = max(100, self.steps_per_epoch) if wanted == "epoch" else wanted
         return every > 0 and self.position.step % every == 0
 
     def _measure(self) -> None:

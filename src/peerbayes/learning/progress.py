@@ -41,13 +41,21 @@ class Reporter:
 
 
 class ConsoleReporter(Reporter):
-    """A progress bar with loss by term, validation figures and time left; plain lines without a terminal."""
+    """A progress bar with loss by term, validation figures and time left; plain lines without a terminal.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Runs that go side by side have a bar each, one below the other.
+    """
+
+    def __init__(self, console: Console | None = None, label: str = "", board: _Board | None = None) -> None:
         self.console = console or Console(file=sys.stderr, highlight=False)
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._label = label
+        self._board = board or _Board(self.console)
+        self._task: TaskID | None = None
         self._every = 1
+
+    def beside(self, label: str) -> Reporter:
+        """Return a reporter with a bar of its own."""
+        return ConsoleReporter(self.console, f"{label}  ", self._board)
 
     def headline(self, text: str) -> None:
         """Print what is being trained."""
@@ -56,9 +64,43 @@ class ConsoleReporter(Reporter):
     def stage(self, number: int, count: int, epochs: int, done: int) -> None:
         """Start a new bar."""
         self.close()
-        title = f"stage {number}/{count}"
+        title = f"{self._label}stage {number}/{count}"
         self._every = max(1, epochs // 10)
+        self._title = f"{title}  epochs {epochs}"
         if self.console.is_terminal:
+            self._task = self._board.add(title, epochs, done)
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """Advance the bar, or print every tenth part of a stage."""
+        figures = _figures(line)
+        if self._task is not None:
+            self._board.update(self._task, line["epoch"], figures)
+        elif line["epoch"] % self._every == 0:
+            text = f"{self._title}  {line['epoch']:>3}  {figures}  {line['seconds']:.0f} s"
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line that begins with an exclamation mark."""
+        self.console.print(f"! {self._label}{text}", style="yellow", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._task is not None:
+            self._board.end(self._task)
+            self._task = None
+
+
+class _Board:
+    """The bars of runs that go side by side; shown while there is one that has not ended."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._open: set[TaskID] = set()
+        self._progress: Progress | None = None
+
+    def add(self, title: str, epochs: int, done: int) -> TaskID:
+        """Start a bar."""
+        if self._progress is None:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
@@ -69,28 +111,23 @@ class ConsoleReporter(Reporter):
                 console=self.console,
             )
             self._progress.start()
-            self._task = self._progress.add_task(title, total=epochs, completed=done, figures="")
-        else:
-            self._title = f"{title}  epochs {epochs}"
+        task = self._progress.add_task(title, total=epochs, completed=done, figures="")
+        self._open.add(task)
+        return task
 
-    def epoch(self, line: Mapping[str, Any]) -> None:
-        """Advance the bar, or print every tenth part of a stage."""
-        figures = _figures(line)
+    def update(self, task: TaskID, done: int, figures: str) -> None:
+        """Advance a bar."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=line["epoch"], figures=figures)
-        elif line["epoch"] % self._every == 0:
-            text = f"{self._title}  {line['epoch']:>3}  {figures}  {line['seconds']:.0f} s"
-            self.console.print(text, markup=False, soft_wrap=True)
+            self._progress.update(task, completed=done, figures=figures)
 
-    def warn(self, text: str) -> None:
-        """Print a line that begins with an exclamation mark."""
-        self.console.print(f"! {text}", style="yellow", markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Stop the bar."""
+    def end(self, task: TaskID) -> None:
+        """Leave a bar as it stands, and all of them with the last one."""
+        self._open.discard(task)
         if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+            self._progress.stop_task(task)
+            if not self._open:
+                self._progress.stop()
+                self._progress = None
 
 
 def _figures(line: Mapping[str, Any]) -> str:

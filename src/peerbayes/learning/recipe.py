@@ -143,8 +143,8 @@ class Recipe(Strict):
         method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
         update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
             before it after their update.
-        gradient_share_every: steps between two measurements of each term's share of the gradient; 0 for never, by
-            default an epoch or 100 steps, whichever is longer.
+        gradient_share_every: steps between two measurements of each term's share of the gradient; 0 for never,
+            ``epoch`` for an epoch or 100 steps, whichever is longer.
     """
 
     name: str = ""
@@ -155,7 +155,7 @@ class Recipe(Strict):
     peers: Annotated[list[Peer], Field(min_length=1)]
     stages: Annotated[list[Stage], Field(min_length=1)]
     update: Literal["simultaneous", "sequential"] = "simultaneous"
-    gradient_share_every: Annotated[int, Field(ge=0)] | None = None
+    gradient_share_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = "epoch"
     evaluation: Evaluation = Evaluation()
 
     @model_validator(mode="after")

@@ -7,38 +7,66 @@ the flat weights, so a draw is folded by one multiplication.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+
+from peerbayes.posteriors.kernels import FusedConv, can_fuse
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior
 
 _FOLDED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module | None, dict[str, str]]] = weakref.WeakKeyDictionary()
+_FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[torch.device, nn.Module, frozenset[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Folded:
-    """A posterior's network without the batch-norm layers that can be folded away; for one prediction."""
+    """A posterior's network without the batch-norm layers that can be folded away; for one prediction.
 
-    def __init__(self, posterior: Posterior) -> None:
-        self.posterior = posterior
+    Args:
+        posterior: whose network it is.
+        half: compute in this type, with ReLU and residuals fused into convolutions; None for float32.
+    """
+
+    def __init__(self, posterior: Posterior, half: torch.dtype | None = None) -> None:
+        self.posterior, self.half = posterior, half
         if posterior.network not in _FOLDED:
             _FOLDED[posterior.network] = _without_batch_norm(posterior)
         self.network, self.pairs = _FOLDED[posterior.network]
         self.scale: Tensor | None = None
         self.biases: dict[str, Tensor] = {}
+        self.fused: frozenset[str] = frozenset()
         if self.pairs:
             self.scale, self.biases = self._constants()
+            if half is not None:
+                assert self.network is not None
+                # A trace holds the buffers that it has met, so it is good for one device.
+                if posterior.network not in _FUSED or _FUSED[posterior.network][0] != posterior.device:
+                    _FUSED[posterior.network] = posterior.device, *_fused(self.network, self.pairs)
+                _, self.network, self.fused = _FUSED[posterior.network]
 
     def __call__(self, images: Tensor, flat: Tensor) -> Tensor:
         """Return logits (B, C) of one draw, given as flat weights (size,)."""
+        with torch.autocast(images.device.type, self.half) if self.half is not None else contextlib.nullcontext():
+            return self._run(images, flat)
+
+    def _run(self, images: Tensor, flat: Tensor) -> Tensor:
         posterior = self.posterior
         if self.scale is None:
             return posterior.run_network(images, posterior.named(flat))
-        tensors = posterior.named(flat * self.scale)
+        flat = flat * self.scale
+        tensors = posterior.named(flat)
+        if self.fused:
+            cast = posterior.layout.views(flat.to(self.half))
+            tensors |= {f"{layer}.weight": cast[f"{layer}.weight"] for layer in self.fused}
         for layer, norm in self.pairs.items():
             own = tensors.pop(f"{layer}.bias", None)
             shift = self.biases[layer]
@@ -82,6 +110,45 @@ def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[st
     for norm in pairs.values():
         bare.set_submodule(norm, nn.Identity())
     return bare.eval(), pairs
+
+
+def _fused(bare: nn.Module, pairs: dict[str, str]) -> tuple[nn.Module, frozenset[str]]:
+    """Return the network with ReLU, and sums before it, taken into folded convolutions, and the names of those."""
+    traced = fx.symbolic_trace(bare)
+    modules = dict(traced.named_modules())
+    found = set()
+    for node in list(traced.graph.nodes):
+        if node.op != "call_module" or node.target not in pairs or not can_fuse(modules[node.target]):
+            continue
+        last = _only_user(node)  # the batch-norm, which is an identity by now
+        after, residual = _only_user(last), None
+        if after is not None and after.target in _SUMS and len(after.args) == 2 and not after.kwargs:
+            residual = after.args[0] if after.args[1] is last else after.args[1]
+            after = _only_user(after) if isinstance(residual, fx.Node) and residual is not last else None
+        if after is None or not _is_relu(after, modules):
+            continue
+        conv = modules[node.target]
+        assert isinstance(conv, nn.Conv2d)
+        traced.set_submodule(node.target, FusedConv(conv))
+        with traced.graph.inserting_before(after):
+            after.replace_all_uses_with(traced.graph.call_module(node.target, (node.args[0], residual)))
+        found.add(str(node.target))
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced.eval(), frozenset(found)
+
+
+_SUMS = {operator.add, operator.iadd, torch.add}
+
+
+def _only_user(node: fx.Node | None) -> fx.Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], nn.ReLU)
+    return node.target in {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 
 
 def _foldable(posterior: Posterior) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from peerbayes.posteriors.folding import Folded
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,15 @@ class Prediction:
         return self._posterior.draw(self.address.at(draw))
 
 
+# Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.
+# Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
+# 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.28 at 1 image and 0.34 at 128.
+TOGETHER = {"cpu": 16_384, "cuda": 500_000}
+BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
+MEMORY = 1 << 30  # bytes that draws at once may take, roughly
+IMAGES = 1 << 28  # bytes of images that a split is predicted in
+
+
 @torch.no_grad()
 def predict(
     posterior: Posterior,
@@ -77,12 +94,14 @@ def predict(
     *,
     seed: int | None = None,
     name: str | None = None,
-    batch_size: int = 512,
+    batch_size: int | None = None,
     settle: float | None = None,
+    precision: Precision = "auto",
 ) -> Prediction:
     """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
 
-    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``.
+    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``. Draws are run
+    one after another, or, for few small images, all at once.
 
     Args:
         posterior: any posterior; a point needs one pass.
@@ -90,25 +109,43 @@ def predict(
         draws: S, or the most draws an image may get when ``settle`` is given.
         seed: with ``name``, the address of the draws; the posterior's own by default.
         name: whose draws they are (a peer's name); the posterior's own by default.
-        batch_size: images a forward pass.
+        batch_size: images a forward pass; by default 512 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved where
+            a GPU's memory is too small.
         settle: stop drawing for an image once its predicted class is settled at this error level: the chance
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
+        precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
     """
     if draws < 1:
         raise InputError(f"draws is {draws}, expected at least 1")
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected at least 1")
     if len(images) == 0:
         raise InputError("there are no images to predict")
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
+    if precision not in PRECISIONS and precision != "auto":
+        raise InputError(f"precision is '{precision}', expected auto, {', '.join(PRECISIONS)}")
     address = Address(posterior.seed if seed is None else seed, posterior.name if name is None else name, "draw")
-    if posterior.device.type == "cpu":
+    kind = posterior.device.type
+    if kind == "cpu":
         _keep_heap()
+    half = PRECISIONS["float16" if kind == "cuda" else "float32"] if precision == "auto" else PRECISIONS[precision]
+    draws = draws if posterior.stochastic else 1
+    size = batch_size or max(1, BATCH.get(kind, BATCH["cpu"]) // images[0].numel())
     modes = {module: module.training for module in posterior.modules()}
     posterior.eval()
     try:
-        return _accumulate(posterior, images, draws if posterior.stochastic else 1, address, batch_size, settle)
+        while True:
+            try:
+                found = _average(posterior, images, draws, address, size, settle, half)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size = max(1, min(size, len(images)) // 2)
+                continue
+            if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
+                return found
+            half = None
     finally:
         for module, training in modes.items():
             module.training = training
@@ -123,7 +160,8 @@ def predict_split(
         log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for index in torch.arange(len(split)).split(8192):
+    first, _ = split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+    for index in torch.arange(len(split)).split(max(1, IMAGES // first.nbytes)):
         images, labels = split.batch(index, posterior.device)
         found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
         parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
@@ -131,38 +169,95 @@ def predict_split(
     return log_p, labels, disagreement, spent
 
 
-def _accumulate(
-    posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, settle: float | None
+def _average(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int,
+    address: Address,
+    batch_size: int,
+    settle: float | None,
+    half: torch.dtype | None,
+) -> Prediction:
+    if settle is not None:
+        return _settle(posterior, images, draws, address, batch_size, settle, half)
+    device = posterior.device
+    total, entropy = torch.empty(0, device=device), torch.zeros(len(images), device=device)
+    for log_p in _passes(posterior, images, draws, address, batch_size, half):
+        total = log_p.logsumexp(0) if not total.numel() else torch.logaddexp(total, log_p.logsumexp(0))
+        entropy += _entropy(log_p).sum(0)
+    count = torch.full((len(images),), draws, device=device)
+    return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
+
+
+def _passes(
+    posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, half: torch.dtype | None
+) -> Iterator[Tensor]:
+    """Yield log-probabilities (S', N, C) of one draw after another, or of many at once."""
+    device = posterior.device
+    together = _draws_at_once(posterior, images, draws)
+    if together > 1:
+        network = Folded(posterior)
+        images = images.to(device)
+        with torch.autocast(device.type, half, enabled=half is not None):
+            for numbers in torch.arange(draws).split(together):
+                flats = torch.stack([posterior.draw(address.at(number)).flat for number in numbers.tolist()])
+                try:
+                    logits = torch.vmap(functools.partial(network, images))(flats)
+                except (RuntimeError, NotImplementedError) as error:
+                    if isinstance(error, torch.OutOfMemoryError) or int(numbers[0]):
+                        raise
+                    break  # a network that can't be vectorised
+                yield logits.float().log_softmax(-1)
+            else:
+                return
+    network = Folded(posterior, half)
+    for number in range(draws):
+        flat = posterior.draw(address.at(number)).flat
+        parts = [network(part.to(device), flat).float().log_softmax(-1) for part in images.split(batch_size)]
+        yield torch.cat(parts)[None]
+
+
+def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:
+    limit = TOGETHER.get(posterior.device.type, 0)
+    if images.numel() > limit:
+        return 1
+    bytes_a_draw = 4 * (2 * posterior.mean.numel() + 64 * images.numel())  # weights and activations
+    return min(draws, max(1, MEMORY // bytes_a_draw))
+
+
+def _settle(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int,
+    address: Address,
+    batch_size: int,
+    settle: float,
+    half: torch.dtype | None,
 ) -> Prediction:
     device = posterior.device
-    network = Folded(posterior)
+    network = Folded(posterior, half)
     active = torch.arange(len(images))
     spent = torch.zeros(len(images), dtype=torch.int64)
     total: Tensor | None = None
-    entropy = torch.zeros(len(images), device=device)
     referee: _Referee | None = None
+    entropy = torch.zeros(len(images), device=device)
     for number in range(draws):
         flat = posterior.draw(address.at(number)).flat
-        chunks = active.split(batch_size)
-        whole = len(active) == len(images)
         parts = [
-            network((images[c[0] : c[-1] + 1] if whole else images[c.to(images.device)]).to(device), flat)
-            .float()
-            .log_softmax(-1)
-            for c in chunks
+            network(images[part.to(images.device)].to(device), flat).float().log_softmax(-1)
+            for part in active.split(batch_size)
         ]
         log_p = torch.cat(parts)
         here = active.to(device)
-        if total is None:
+        if total is None or referee is None:
             total = torch.full((len(images), log_p.shape[1]), -math.inf, device=device)
-            referee = None if settle is None else _Referee(log_p, settle)
+            referee = _Referee(log_p, settle)
         total[here] = torch.logaddexp(total[here], log_p)
         entropy[here] += _entropy(log_p)
         spent[active] += 1
-        if referee is not None:
-            active = active[~referee.settled(here, log_p.exp(), total[here]).cpu()]
-            if len(active) == 0:
-                break
+        active = active[~referee.settled(here, log_p.exp(), total[here]).cpu()]
+        if len(active) == 0:
+            break
     assert total is not None
     count = spent.to(device)
     return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
