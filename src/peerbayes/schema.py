@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -33,26 +34,30 @@ class Strict(BaseModel):
             raise InputError(f"{origin}: {_sentence(error, given)}") from None
 
 
-def nested(error: ValidationError, place: str) -> PydanticCustomError:
+def nested(error: ValidationError, place: str, given: Any) -> PydanticCustomError:
     """Return the error that a validator raises for a table, at ``place``, that it validates by another schema."""
-    fault = _first_fault(error)
+    fault = _first_fault(error, given)
     fault = {**fault, "loc": (place, *fault["loc"])}
     return PydanticCustomError("nested", "{message}", {"message": str(fault["msg"]), "fault": fault})
 
 
-def _first_fault(error: ValidationError) -> dict[str, Any]:
+def _first_fault(error: ValidationError, given: Any) -> dict[str, Any]:
     faults: list[dict[str, Any]] = [{**fault} for fault in error.errors()]
     for place, fault in enumerate(faults):
         if fault["type"] == "nested":
             inner = fault["ctx"]["fault"]
             faults[place] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
-    # Unknown keys first: a misspelt key often causes the other faults.
-    return min(faults, key=lambda fault: fault["type"] != "unknown_key")
+    # Unknown keys first: a misspelt key often causes the other faults. Of the forms that a value may have, the one that
+    # fitted furthest was meant.
+    def rank(fault: Mapping[str, Any]) -> tuple[bool, int, bool]:
+        return fault["type"] != "unknown_key", -len(_parts(fault, given)), fault["type"] != "value_error"
+
+    return min(faults, key=rank)
 
 
 def _sentence(error: ValidationError, given: Any) -> str:
-    fault = _first_fault(error)
-    place = _place(fault["loc"], given)
+    fault = _first_fault(error, given)
+    place = ".".join(_parts(fault, given))
     if fault["type"] == "unknown_key":
         return f"{place} {fault['msg']}" if place else str(fault["msg"])
     if fault["type"] == "missing":
@@ -64,15 +69,15 @@ def _sentence(error: ValidationError, given: Any) -> str:
     return text if own else f"{text}, got {fault['input']!r}"
 
 
-def _place(location: tuple[int | str, ...], given: Any) -> str:
-    # A tagged table's tag (its kind) stands in pydantic's location, but is no key that anybody can set.
+def _parts(fault: Mapping[str, Any], given: Any) -> list[str]:
+    # The names of the forms that a value may have stand in pydantic's location, but are no keys that anybody can set.
     parts, node = [], given
-    for part in location:
-        if isinstance(node, dict) and part not in node and part in node.values():
-            continue
-        parts.append(str(part))
-        try:
+    *before, last = fault["loc"] or (None,)
+    for part in (*before, last):
+        known = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        if known:
+            assert node is not None
             node = node[part]
-        except (TypeError, KeyError, IndexError):
-            node = None
-    return ".".join(parts)
+        if known or (fault["type"] == "missing" and part is last):
+            parts.append(str(part))
+    return parts

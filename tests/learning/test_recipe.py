@@ -42,7 +42,7 @@ def test_ours_has_the_papers_settings():
     assert (first.lr_milestones, second.lr_milestones) == ([80, 120, 160, 180], [30, 60, 90])
     assert all((s.optimizer.name, s.optimizer.lr, s.lr_factor) == ("adam", 1e-3, 0.1) for s in recipe.stages)
     assert (recipe.data.batch_size, recipe.evaluation.draws, recipe.evaluation.ece_bins) == (128, 50, 20)
-    assert first.terms["mutual"] == second.terms["mutual"] == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0}
+    assert first.terms["mutual"] == second.terms["mutual"] == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0, "graph": "all"}
     assert first.terms["kl"]["scheme"] == second.terms["kl"]["scheme"] == "layer_mean"
     assert first.terms["weight_diversity"]["reduction"] == "layer_mean_sum"
     assert "feature_diversity" not in first.terms

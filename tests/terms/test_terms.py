@@ -75,7 +75,7 @@ def helpers(batch, **options):
 
 def value(batch, name, peer="a", **options):
     term = terms.find(name)
-    return term.value(batch, peer, term.schema.parse(options, name).model_dump())
+    return term.value(batch, peer, term.schema.parse(options, name).model_dump(exclude_none=True))
 
 
 def parameters(batch, peer):

@@ -79,13 +79,18 @@ class Peer(Strict):
 
 
 class Optimizer(Strict):
-    """An optimiser of torch.optim."""
+    """An optimiser of torch.optim.
+
+    Attributes:
+        clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
+    """
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
     lr: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Stage(Strict):
@@ -114,9 +119,9 @@ class Stage(Strict):
         found = {}
         for name, options in given.items():
             try:
-                found[name] = terms.find(name).schema.model_validate(options).model_dump()
+                found[name] = terms.find(name).schema.model_validate(options).model_dump(exclude_none=True)
             except ValidationError as error:
-                raise nested(error, name) from None
+                raise nested(error, name, options) from None
         return found
 
 
@@ -125,11 +130,15 @@ class Evaluation(Strict):
 
     Attributes:
         draws: draws averaged by stochastic posteriors.
+        test_every: epochs between two looks at the test split during training, for curves; 0 for none.
+        last_epochs: also report the mean over the looks of the last so many epochs, as some papers do; 0 for none.
         out_of_distribution: data sets whose images the peers should be unsure of.
         retention: fractions of images kept by lowest disagreement.
     """
 
     draws: PositiveInt = 50
+    test_every: Annotated[int, Field(ge=0)] = 0
+    last_epochs: Annotated[int, Field(ge=0)] = 0
     ece_bins: PositiveInt = 15
     out_of_distribution: list[str] = []
     retention: list[Annotated[float, Field(gt=0, le=1)]] = [0.2, 0.4, 0.6, 0.8]
@@ -189,14 +198,31 @@ def packaged() -> dict[str, Path]:
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by name or file, apply overrides such as ``stages.0.epochs=5``, and validate it."""
     path, origin, name = _find(recipe)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{origin}: not valid TOML ({error})") from None
+    table = _read(path, origin)
     for override in overrides:
         _apply(table, override, origin)
     table.setdefault("name", name)
     return Recipe.parse(table, origin)
+
+
+def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a recipe's table; one that ``extends`` another has its keys, but for those it ``set``s or gives itself."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{origin}: not valid TOML ({error})") from None
+    if "extends" not in table:
+        return table
+    changes = table.pop("set", [])
+    if not isinstance(table["extends"], str) or not isinstance(changes, list):
+        raise InputError(f"{origin}: 'extends' must name a recipe, and 'set' be a list such as ['stages.0.epochs=5']")
+    below, below_origin, _ = _find(table.pop("extends"))
+    if below.resolve() in (*above, path.resolve()):
+        raise InputError(f"{origin}: extends itself by way of {below_origin}")
+    base = _read(below, below_origin, (*above, path.resolve()))
+    for change in changes:
+        _apply(base, str(change), origin)
+    return base | table
 
 
 def _find(recipe: str | Path) -> tuple[Path, str, str]:

@@ -125,6 +125,8 @@ class StageState:
         """Let the owners' optimisers step, and clear their gradients."""
         for owner in owners:
             if owner in self.optimizers:
+                if self.settings.optimizer.clip:
+                    nn.utils.clip_grad_norm_(self.parameters[owner].values(), self.settings.optimizer.clip)
                 self.optimizers[owner].step()
                 self.optimizers[owner].zero_grad()
 

@@ -74,6 +74,11 @@ def evaluate(
         "evaluated_on": environment(where)["hardware"],
         "peers": peers,
     }
+    orders = [stage.terms["mutual"]["alpha"] for stage in run.recipe.stages if "mutual" in stage.terms]
+    if orders:
+        record["alpha"] = orders[-1]
+    if options.last_epochs:
+        record["last_epochs"] = _last_epochs(run, options.last_epochs)
     if len(peers) > 1:
         stacked = torch.stack(log_probabilities)
         record["cohort"] = {
@@ -81,6 +86,19 @@ def evaluate(
             "disagreement_rate": evaluation.disagreement_rate(stacked),
         }
     return record
+
+
+def _last_epochs(run: Run, count: int) -> Record:
+    """Return the mean of the looks at the test split over the last epochs, by peer."""
+    lines = [line for line in run.metrics if line["step"] > run.metrics[-1]["step"] * (1 - count / run.recipe.epochs)]
+    peers = {name: [line["peers"][name] for line in lines] for name in run}
+    return {
+        "epochs": len(lines),
+        "peers": {
+            name: {key: sum(look[f"test_{key}"] for look in looks) / len(looks) for key in ("accuracy", "nll")}
+            for name, looks in peers.items()
+        },
+    }
 
 
 def _judge(

@@ -1,15 +1,72 @@
-"""Peers teach each other: each one's prediction is the target of the others."""
+"""Peers teach each other: each one's prediction is the target of those that learn from it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from peerbayes import divergences
+from peerbayes.errors import InputError, nearest
+from peerbayes.schema import Strict
 from peerbayes.terms.registry import term
+from peerbayes.terms.schedules import NotNegative, Schedule, value_at
 from peerbayes.terms.step import Step
+
+Temperature = Annotated[float, Field(gt=0)]
+
+
+class Edge(Strict):
+    """``student`` learns from ``teacher``; what is left out is taken from the term."""
+
+    teacher: str
+    student: str
+    alpha: NotNegative | Schedule | None = None
+    temperature: Temperature | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One edge of the knowledge graph, complete."""
+
+    teacher: str
+    student: str
+    alpha: float | Mapping[str, Any]
+    temperature: float
+    weight: float
+
+
+Graph = Literal["all", "ring", "best_to_rest"] | list[Edge]
+
+
+def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
+    """Return who learns from whom; with ``best_to_rest`` every pair, of which only the best peer's count in a step."""
+    common = {key: options[key] for key in ("alpha", "temperature", "weight")}
+    graph = options["graph"]
+    if graph == "ring":
+        pairs = [(peers[place - 1], name) for place, name in enumerate(peers) if len(peers) > 1]
+    elif isinstance(graph, str):
+        pairs = [(teacher, student) for student in peers for teacher in peers if teacher != student]
+    else:
+        return [_lesson(edge, common, peers) for edge in graph]
+    return [Lesson(teacher, student, **common) for teacher, student in pairs]
+
+
+def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[str]) -> Lesson:
+    for role in ("teacher", "student"):
+        if edge[role] not in peers:
+            raise InputError(f"term 'mutual': the graph has a {role} '{edge[role]}' who is no peer"
+                             f"{nearest(edge[role], peers)}")  # fmt: skip
+    if edge["teacher"] == edge["student"]:
+        raise InputError(f"term 'mutual': the graph lets peer '{edge['teacher']}' learn from itself")
+    own = {key: edge.get(key, value) for key, value in common.items()}
+    return Lesson(edge["teacher"], edge["student"], **own)
 
 
 @term
@@ -18,17 +75,32 @@ def mutual(
     peer: str,
     *,
     weight: float = 1.0,
-    temperature: Annotated[float, Field(gt=0)] = 1.0,
-    alpha: Annotated[float, Field(ge=0)] = 1.0,
+    temperature: Temperature = 1.0,
+    alpha: NotNegative | Schedule = 1.0,
+    graph: Graph = "all",
 ) -> Tensor:
-    """weight · T² · mean over j≠i of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), the target z_j detached.
+    """weight · T² · mean over teachers j of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), the target z_j detached.
 
-    ``alpha`` = 1 is the Kullback-Leibler divergence, 0 is independent training.
+    ``alpha`` = 1 is the Kullback-Leibler divergence, 0 is independent training; it may be a `Schedule` over the stage.
+    ``graph`` says who teaches whom: ``all`` the others, in a ``ring`` the peer before, ``best_to_rest`` the peer with
+    the lowest cross-entropy on this batch, or a list of `Edge`, each with an alpha, temperature and weight of its own
+    if need be.
     """
-    own = (step.logits(peer) / temperature).log_softmax(-1)
+    options = {"weight": weight, "temperature": temperature, "alpha": alpha, "graph": graph}
+    mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]
+    values = [_value(step, lesson) for lesson in mine]
+    if not values:
+        return step.labels.new_zeros((), dtype=torch.float32)
+    if graph != "best_to_rest":
+        return torch.stack(values).mean()
+    losses = torch.stack([F.cross_entropy(step.logits(name).detach(), step.labels) for name in step.peers])
+    best = losses.argmin()
+    teaches = [(best == step.peers.index(lesson.teacher)).float() for lesson in mine]
+    return (torch.stack(values) * torch.stack(teaches)).sum()
 
-    def towards(other: str) -> Tensor:
-        target = (step.logits(other) / temperature).log_softmax(-1)
-        return divergences.renyi(target, own, alpha).mean()
 
-    return weight * temperature**2 * step.average(peer, towards)
+def _value(step: Step, lesson: Lesson) -> Tensor:
+    own = (step.logits(lesson.student) / lesson.temperature).log_softmax(-1)
+    target = (step.logits(lesson.teacher) / lesson.temperature).log_softmax(-1)
+    order = value_at(lesson.alpha, step.epoch)
+    return lesson.weight * lesson.temperature**2 * divergences.renyi(target, own, order).mean()

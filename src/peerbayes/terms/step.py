@@ -81,6 +81,11 @@ class Step:
         """Epochs since the stage began, with fraction; a tensor inside a captured step."""
         return self._batch.epoch
 
+    @property
+    def peers(self) -> list[str]:
+        """Names of all peers, in their order."""
+        return list(self._batch.outputs)
+
     def others(self, peer: str) -> list[str]:
         """Return the names of the other peers; whatever is asked about them comes detached."""
         return [name for name in self._batch.outputs if name != peer]
