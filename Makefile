@@ -21,6 +21,7 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/peerbayes bench
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("peerbayes needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

@@ -24,6 +24,7 @@ ROOMS = [
     "learning",
     "reporting",
     "demo",
+    "bench",
     "cli",
     "__main__",
 ]

@@ -3,6 +3,7 @@
 import math
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -12,8 +13,15 @@ from torch import nn
 
 from peerbayes import networks
 from peerbayes.errors import InputError
-from peerbayes.networks import Inputs, Normalize, build, capture, find_layer
+from peerbayes.networks import Inputs, Normalize, build, capture, find_layer, starting_point
+from peerbayes.networks.googlenet import Inception
+from peerbayes.networks.projection_resnet import Basic, Bottleneck, ProjectionResNet
 from peerbayes.networks.resnet import BasicBlock
+from peerbayes.networks.vgg import VGG
+from peerbayes.networks.wide_resnet import PreActivationBlock, WideResNet
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField
+from peerbayes.posteriors.folding import Folded
 
 CIFAR = Inputs(10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 DIGITS = Inputs(10, (1, 8, 8), (0.3,), (0.4,))
@@ -135,6 +143,253 @@ def test_mlp_is_its_formula():
     assert [m.out_features for m in network.modules() if isinstance(m, nn.Linear)] == [256, 256, 10]
 
 
+# ---- the larger networks of papers 2, 3 and 4 -----------------------------------------------------------------------
+
+CIFAR100 = Inputs(100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761))
+
+
+def count(network):
+    return sum(p.numel() for p in network.parameters())
+
+
+# Published: kuangliu/pytorch-cifar (ResNet-18 on CIFAR-10: 11.17 M); weiaicunzai/pytorch-cifar100, where paper 2's come
+# from (ResNet-18 11.2 M, -34 21.3 M, -50 23.7 M, -101 42.7 M, VGG16-BN 34.0 M); Zagoruyko & Komodakis 2016 (WRN-28-10
+# 36.5 M; the narrower ones follow from the formula in the next test). Paper 2's GoogLeNet has three convolutions in its
+# stem, which makes it 0.14 M larger than the 6.2 M of pytorch-cifar100's, which has one.
+@pytest.mark.parametrize(
+    ("name", "classes", "known", "published"),
+    [
+        ("resnet18", 10, 11_173_962, 11.17),
+        ("resnet18", 100, 11_220_132, 11.2),
+        ("resnet34", 100, 21_328_292, 21.3),
+        ("resnet50", 100, 23_705_252, 23.7),
+        ("resnet101", 100, 42_697_380, 42.7),
+        ("vgg16_bn", 100, 34_011_172, 34.0),
+        ("vgg16_bn_linear", 10, 14_724_042, 14.7),
+        ("googlenet", 100, 6_394_852, 6.4),
+        ("wrn28x1", 10, 369_498, 0.37),
+        ("wrn28x4", 100, 5_872_180, 5.9),
+        ("wrn28x10", 10, 36_479_194, 36.5),
+    ],
+)
+def test_parameter_counts_of_the_larger_networks_are_the_published_ones(name, classes, known, published):
+    with torch.device("meta"):
+        network = build(name, Inputs(classes, CIFAR.shape, CIFAR.mean, CIFAR.std))
+        assert network(torch.zeros(2, 3, 32, 32)).shape == (2, classes)
+    digits = len(str(published).partition(".")[2])
+    assert count(network) == known
+    assert round(known / 1e6, digits) == published
+
+
+@pytest.mark.parametrize(("name", "width"), [("wrn28x1", 1), ("wrn28x4", 4), ("wrn28x10", 10)])
+def test_wide_resnets_have_the_weights_that_their_formula_says(name, width):
+    total, before = 27 * 16, 16
+    for channels in (16 * width, 32 * width, 64 * width):
+        total += before * channels * (before != channels)
+        for _ in range(4):
+            total += 2 * before + 9 * before * channels + 2 * channels + 9 * channels * channels
+            before = channels
+    with torch.device("meta"):
+        network = build(name, CIFAR)
+    assert count(network) == total + 2 * before + 10 * before + 10
+    layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert sum(getattr(m, "kernel_size", None) != (1, 1) for m in layers) == 26  # 28 counts two of the projections
+
+
+def settled(network, x):
+    """Give batch-norm the statistics of a batch and parameters that are not its initial ones."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.3)
+            module.momentum = 1.0
+    with torch.no_grad():
+        network.train()(x)
+    return network.eval()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@torch.no_grad()
+def test_projection_resnets_are_torchvisions_with_another_stem(name):
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    x = torch.rand(4, 3, 32, 32)
+    network = settled(build(name, CIFAR100), x)
+    other = models.get_model(name, num_classes=100)
+    other.conv1, other.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+    renamed = {}
+    for key, tensor in network.state_dict().items():
+        key = key.replace("shortcut.conv", "downsample.0").replace("shortcut.bn", "downsample.1")
+        key = key.replace("stage", "layer").replace("linear.", "fc.")
+        key = f"{key.split('.')[0]}1.{key.partition('.')[2]}" if key.startswith(("conv.", "bn.")) else key
+        if not key.startswith("normalize"):
+            renamed[key] = tensor
+    other.load_state_dict(renamed)
+    torch.testing.assert_close(network(x), other.eval()(network.normalize(x)), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_vggs_stages_are_torchvisions_features():
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    x = torch.rand(4, 3, 32, 32)
+    network = settled(build("vgg16_bn_linear", CIFAR100), x)
+    with torch.device("meta"):  # its classifier is not wanted
+        features = models.vgg16_bn().features
+    features = features.to_empty(device="cpu").eval()
+    kinds = (nn.Conv2d, nn.BatchNorm2d)
+    theirs = [m for m in features if isinstance(m, kinds)]
+    for mine, other in zip([m for m in network.modules() if isinstance(m, kinds)], theirs, strict=True):
+        state = dict(mine.state_dict())
+        if isinstance(mine, nn.Conv2d):
+            state["bias"] = torch.zeros(mine.out_channels)
+        other.load_state_dict(state)
+    with capture(network, ["stage5"]) as found:
+        logits = network(x)
+    expected = features(network.normalize(x))
+    torch.testing.assert_close(found["stage5"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, network.linear(expected.flatten(1)), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_vggs_classifier_is_paper_2s():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        network = build("vgg16_bn", CIFAR100)
+    assert [m.out_features for m in network.modules() if isinstance(m, nn.Linear)] == [4096, 4096, 100]
+    assert [m.p for m in network.modules() if isinstance(m, nn.Dropout)] == [0.5, 0.5]
+
+
+@torch.no_grad()
+def test_inceptions_branches_are_torchvisions():
+    # torchvision's third branch has one 3×3 convolution where ours has two, so it is followed up to there.
+    module = pytest.importorskip("torchvision.models.googlenet")
+    torch.manual_seed(0)
+    x = torch.randn(2, 192, 9, 9)
+    mine = settled(Inception(192, 64, (96, 128), (16, 32), 32), x)
+    other = module.Inception(192, 64, 96, 128, 16, 32, 32).eval()
+    branches = {
+        other.branch1: mine.one,
+        other.branch2: mine.three,
+        other.branch3: mine.five[:2],
+        other.branch4: mine.pooled,
+    }
+    for theirs, ours in branches.items():
+        tensors = ours.state_dict().values()
+        theirs.load_state_dict(dict(zip(theirs.state_dict(), tensors, strict=True)))
+    for block in other.modules():
+        if isinstance(block, nn.BatchNorm2d):
+            block.eps = 1e-5  # torchvision has TensorFlow's 1e-3
+    one, three, five, pooled = mine(x).split([64, 128, 32, 32], 1)
+    theirs = other(x).split([64, 128, 32, 32], 1)
+    for a, b in zip(
+        (one, three, mine.five[2](theirs[2]), pooled), (theirs[0], theirs[1], five, theirs[3]), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("channels_in", "channels", "stride"), [(4, 8, 2), (4, 4, 1), (4, 4, 2), (3, 6, 1)])
+@torch.no_grad()
+def test_a_pre_activation_block_adds_its_raw_input(channels_in, channels, stride):
+    torch.manual_seed(0)
+    block, x = scrambled(PreActivationBlock(channels_in, channels, stride)), torch.randn(2, channels_in, 6, 6)
+    kept = x.clone()
+    out = F.conv2d(loose_batch_norm(x, block.bn1).relu(), block.conv1.weight, stride=stride, padding=1)
+    out = F.conv2d(loose_batch_norm(out, block.bn2).relu(), block.conv2.weight, padding=1)
+    projected = (channels_in, stride) != (channels, 1)
+    shortcut = F.conv2d(x, block.shortcut.weight, stride=stride) if projected else x
+    torch.testing.assert_close(block(x), out + shortcut, rtol=1e-4, atol=1e-5)
+    assert torch.equal(x, kept)
+
+
+STAGES = {
+    "resnet18": [(64, 32), (128, 16), (256, 8), (512, 4)],
+    "resnet34": [(64, 32), (128, 16), (256, 8), (512, 4)],
+    "resnet50": [(256, 32), (512, 16), (1024, 8), (2048, 4)],
+    "resnet101": [(256, 32), (512, 16), (1024, 8), (2048, 4)],
+    "vgg16_bn": [(64, 16), (128, 8), (256, 4), (512, 2), (512, 1)],
+    "vgg16_bn_linear": [(64, 16), (128, 8), (256, 4), (512, 2), (512, 1)],
+    "googlenet": [(480, 16), (832, 8), (1024, 4)],
+    "wrn28x1": [(16, 32), (32, 16), (64, 8)],
+    "wrn28x4": [(64, 32), (128, 16), (256, 8)],
+    "wrn28x10": [(160, 32), (320, 16), (640, 8)],
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_of_the_larger_networks_are_features_by_name(name):
+    with torch.device("meta"):
+        network = build(name, CIFAR100)
+        with capture(network, [f"stage{i + 1}" for i in range(len(STAGES[name]))]) as found:
+            network(torch.zeros(2, 3, 32, 32))
+    assert [tuple(t.shape[1:3]) for t in found.values()] == STAGES[name]
+
+
+# Every kind of block at its full width, in fewer of them where that changes nothing, and what can be folded.
+FAMILIES = {
+    "basic": (lambda: ProjectionResNet(CIFAR100, Basic, (1, 2, 1, 1)), 1 + 2 * 5 + 3),
+    "bottleneck": (lambda: ProjectionResNet(CIFAR100, Bottleneck, (1, 2, 1, 1)), 1 + 3 * 5 + 4),
+    "vgg": (lambda: VGG(CIFAR100, (64, 64)), 13),
+    "googlenet": (lambda: build("googlenet", CIFAR100), 3 + 9 * 7),
+    "wrn28x1": (lambda: build("wrn28x1", CIFAR100), 12),
+    "wrn10x4": (lambda: WideResNet(CIFAR100, 10, 4), 3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_larger_networks_learn_and_become_posteriors(family):
+    torch.manual_seed(0)
+    builder, foldable = FAMILIES[family]
+    x = torch.rand(4, 3, 32, 32)
+    network = builder()
+    F.cross_entropy(network(x), torch.arange(4)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())
+    posterior = MeanField(settled(network, x)).eval()
+    last = torch.channels_last  # what a posterior runs in: other kernels round otherwise
+    with torch.no_grad():
+        plain = network.to(memory_format=last)(x.contiguous(memory_format=last))
+        posterior.rho.fill_(-30.0)
+        still = posterior(x, posterior.draw(Address(1)))
+        torch.testing.assert_close(still, plain, rtol=1e-5, atol=1e-5)
+        posterior.rho.fill_(-5.0)
+        weights = posterior.draw(Address(1))
+        whole, folded = posterior(x, weights), Folded(posterior)
+        assert not torch.allclose(whole, plain, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(folded(x, weights.flat), whole, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
+        assert len(folded.pairs) == foldable
+        with warnings.catch_warnings():  # autocast has no float32; the fused network is exact all the same
+            warnings.simplefilter("ignore")
+            fused = Folded(posterior, torch.float32)
+            assert fused.fused
+            torch.testing.assert_close(fused(x, weights.flat), whole, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
+
+
+def test_he_initial_values_of_the_larger_networks():
+    torch.manual_seed(0)
+    for name in ("googlenet", "wrn28x4", "resnet18"):
+        network = build(name, CIFAR100)
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                assert module.bias is None
+                fan_out = module.out_channels * math.prod(module.kernel_size)
+                n = module.weight.numel()
+                assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=5 / math.sqrt(2 * n))
+        n = network.linear.weight.numel()
+        wanted = math.sqrt(2 / network.linear.in_features)
+        assert network.linear.weight.std().item() == pytest.approx(wanted, rel=5 / math.sqrt(2 * n))
+        assert network.linear.bias.abs().sum() == 0
+
+
+def test_images_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="needs 32×32 pixels at least, not 28×28"):
+        build("vgg16_bn", Inputs(10, (1, 28, 28), (0.5,), (0.5,)))
+    for name in ("timm/test_vit", "vgg16_bn", "resnet18", "googlenet", "wrn28x1", "mlp"):
+        with pytest.raises(InputError, match="the network is for images, but the data are texts"):
+            build(name, Inputs(10, (40,), (), (), tokens=100))
+        with pytest.raises(InputError, match="images have 1 channels, but there are 3 means and 3 standard deviations"):
+            build(name, Inputs(10, (1, 32, 32), (0.5,) * 3, (0.5,) * 3))
+
+
 # ---- normalisation ------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +485,7 @@ def test_names_and_the_decorator():
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(InputError, match=r"there is no network 'restnet20'; did you mean 'resnet20'\?"):
         build("restnet20", CIFAR)
-    with pytest.raises(InputError, match=r"there is no network 'zzz'; known: mlp, .*timm/NAME"):
+    with pytest.raises(InputError, match=r"there is no network 'zzz'; known: .*mlp, .*timm/NAME"):
         build("zzz", CIFAR)
 
 
@@ -246,6 +501,104 @@ def test_timm_networks_come_with_their_normalisation():
         torch.testing.assert_close(network(x), plain((x - 0.3) / 0.5), rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match=r"timm has no network 'resnet18x'; did you mean 'resnet18"):
         build("timm/resnet18x", inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("inception_v4", 299),
+        ("vit_base_patch16_224", 224),
+        ("vit_tiny_patch16_224", 32),
+        ("darknet53", 64),
+        ("volo_d1_224", 64),
+        ("volo_d3_224", 64),
+    ],
+)
+def test_timms_networks_of_paper_2_have_the_datas_classes_and_size(name, size):
+    timm = pytest.importorskip("timm")
+    inputs = Inputs(47, (3, size, size), (0.5,) * 3, (0.2,) * 3)
+    with torch.device("meta"):
+        network = build(f"timm/{name}", inputs)
+        assert network.training
+        logits = network(torch.zeros(2, 3, size, size))  # VOLO, too, returns plain logits while it trains
+    assert logits.shape == (2, 47)
+    heads = timm.get_pretrained_cfg(name).classifier
+    for head in (heads,) if isinstance(heads, str) else heads:
+        assert network.network.get_submodule(head).out_features == 47
+
+
+def test_timm_networks_that_can_not_take_the_images_say_so():
+    pytest.importorskip("timm")
+    inputs = Inputs(47, (3, 32, 32), (0.5,) * 3, (0.2,) * 3)
+    refusal = "'timm/inception_v4' can't be built for images of 32×32 pixels: .*Kernel size"
+    with torch.device("meta"), pytest.raises(InputError, match=refusal):
+        build("timm/inception_v4", inputs)
+
+
+@pytest.fixture
+def vit_file(tmp_path):
+    """A file such as timm publishes: a small vision transformer for images of 64×64 pixels of 1000 classes."""
+    timm, files = pytest.importorskip("timm"), pytest.importorskip("safetensors.torch")
+    torch.manual_seed(1)
+    state = timm.create_model("test_vit", img_size=64).state_dict()
+    files.save_file(state, tmp_path / "vit.safetensors")
+    return tmp_path / "vit.safetensors", state
+
+
+def test_a_timm_file_starts_a_network_of_other_classes(vit_file):
+    path, state = vit_file
+    inputs = Inputs(7, (3, 32, 32), (0.3,) * 3, (0.1,) * 3)
+    torch.manual_seed(2)
+    source = starting_point("timm/test_vit", inputs, path)
+    posterior = MeanField(build("timm/test_vit", inputs), start_from=source)
+    got = posterior.materialise().network.state_dict()
+    different = [name for name in got if got[name].shape != state[name].shape]
+    assert sorted(different) == ["head.bias", "head.weight", "pos_embed"]
+    assert all(torch.equal(got[name], state[name]) for name in got if name not in different)
+    assert posterior.network.normalize.mean.flatten().tolist() == pytest.approx([0.5] * 3)  # what the weights expect
+    logits = posterior(torch.rand(2, 3, 32, 32))
+    assert logits.shape == (2, 7)
+    torch.manual_seed(3)
+    other = starting_point("timm/test_vit", inputs, path)
+    assert not torch.equal(other.network.head.weight, source.network.head.weight)  # each peer has a head of its own
+
+
+def test_a_timm_file_of_the_same_classes_keeps_its_head(vit_file):
+    path, state = vit_file
+    source = starting_point("timm/test_vit", Inputs(1000, (1, 64, 64), (0.3,), (0.1,)), path)
+    got = source.network.state_dict()
+    assert torch.equal(got["head.weight"], state["head.weight"])
+    assert torch.equal(got["pos_embed"], state["pos_embed"])
+    torch.testing.assert_close(got["patch_embed.proj.weight"], state["patch_embed.proj.weight"].sum(1, keepdim=True))
+    assert source.normalize.mean.item() == pytest.approx(0.3)
+
+
+def test_files_that_are_not_for_this_network(vit_file, tmp_path):
+    from safetensors.torch import save_file
+
+    path, state = vit_file
+    inputs = Inputs(7, (3, 64, 64), (0.3,) * 3, (0.1,) * 3)
+    with pytest.raises(
+        InputError, match=r"vit\.safetensors: has no tensor '.*'; is it of another network than timm/resnet10t"
+    ):
+        starting_point("timm/resnet10t", inputs, path)
+    save_file({**state, "extra": torch.zeros(1)}, tmp_path / "more.safetensors")
+    with pytest.raises(InputError, match=r"more\.safetensors: has a tensor 'extra' that timm/test_vit has not"):
+        starting_point("timm/test_vit", inputs, tmp_path / "more.safetensors")
+    save_file({**state, "norm.weight": torch.zeros(3)}, tmp_path / "shape.safetensors")
+    with pytest.raises(InputError, match=r"shape\.safetensors: .*size mismatch for norm\.weight"):
+        starting_point("timm/test_vit", inputs, tmp_path / "shape.safetensors")
+
+
+def test_other_files_are_left_to_the_posterior(vit_file, tmp_path):
+    path, _ = vit_file
+    inputs = Inputs(7, (3, 64, 64), (0.3,) * 3, (0.1,) * 3)
+    own, broken = tmp_path / "own.safetensors", tmp_path / "broken.safetensors"
+    MeanField(build("timm/test_vit", inputs)).save(own)
+    broken.write_bytes(b"none")
+    for name, file in (("timm/test_vit", own), ("timm/test_vit", broken), ("resnet8", path), ("timm/none", path)):
+        assert starting_point(name, inputs, file) == file
+    assert starting_point("timm/test_vit", inputs, tmp_path / "absent.safetensors").name == "absent.safetensors"
 
 
 def test_without_timm_the_door_says_what_to_install(monkeypatch):

@@ -2,14 +2,19 @@
 
 import hashlib
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from scipy import stats
 
+from peerbayes.data import AUGMENTATIONS, augment
 from peerbayes.errors import InputError
-from peerbayes.noise import Address, bits, integers, normal, permutation, uniform
+from peerbayes.learning.cohort import prepare_images
+from peerbayes.noise import Address, bits, integers, normal, normal_from, permutation, start, stream_key, uniform
 
 COUNT = 100_000
 HERE = Address(seed=7, owner="peer-1", stream="step", number=123)
@@ -190,3 +195,85 @@ def test_integers_up_to_the_largest_range():
 def test_integers_reject_an_impossible_range(high):
     with pytest.raises(InputError, match=f"high is {high}: expected 1 to"):
         integers(HERE, high, 4)
+
+
+# ---- parts of a whole -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=some.integers(0, 2**31),
+    number=some.integers(-5, 2**40),
+    first=some.integers(0, 40),
+    count=some.integers(0, 40),
+    high=some.integers(1, 2**31),
+)
+def test_a_part_from_first_on_is_that_part_of_the_whole(seed, number, first, count, high):
+    address, end = Address(seed, "data", "augment", number), first + count
+    assert torch.equal(bits(address, count, first=first), bits(address, end)[first:])
+    assert torch.equal(uniform(address, count, first=first), uniform(address, end)[first:])
+    assert torch.equal(integers(address, high, count, first=first), integers(address, high, end)[first:])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+def test_augmented_parts_of_a_batch_are_parts_of_the_augmented_batch(name, dtype):
+    torch.manual_seed(0)
+    whole = torch.randint(0, 256, (11, 3, 8, 9), dtype=torch.uint8).to(dtype)
+    names = list(AUGMENTATIONS) if name == "all" else [name]
+    together = augment(whole, names, HERE)
+    assert not torch.equal(together, whole)
+    for first, end in ((0, 4), (4, 11), (10, 11)):
+        part = augment(whole[first:end], names, HERE, first)
+        torch.testing.assert_close(part, together[first:end], rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
+    assert not torch.equal(augment(whole[4:], names, HERE), together[4:])
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+def compiled(function, real=True):
+    """By inductor where there is a compiler of C++, and otherwise traced only."""
+    torch.compiler.assume_constant_result(stream_key)  # as the engine does: hashing can't be traced
+    backend = "inductor" if real and shutil.which("g++") else "aot_eager"
+    return torch.compile(function, dynamic=False, backend=backend)
+
+
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch):
+    """No preparations that only pay in the long run; nothing is left behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config = pytest.importorskip("torch._inductor.config")
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1, "compile_threads": 1}):
+        yield
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own parts
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_noise_is_the_same():
+    def both(number):
+        address = Address(7, "peer-1", "step", number)
+        return bits(address, 301, first=5), normal_from(start(address), 301)
+
+    made = compiled(both)
+    for number in (0, 1, 2, 1000, 2**33 + 1):
+        patterns, numbers = made(torch.tensor(number))
+        assert torch.equal(patterns, bits(HERE.at(number), 301, first=5))
+        assert torch.equal(normal_from(start(HERE.at(number)), 301), normal(HERE.at(number), 301))
+        # The integers are the same to the last bit; that of a logarithm or a cosine is the compiler's.
+        torch.testing.assert_close(numbers, normal(HERE.at(number), 301), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("names", [["crop", "flip"], ["reflect_crop"], ["rotate"]], ids="+".join)
+def test_compiled_augmentation_is_the_same(names):
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 9, 8), dtype=torch.uint8)
+    made = compiled(prepare_images, real=False)
+    for seed, number in ((3, 0), (3, 1), (3, 12345), (4, 1)):
+        found = made(images, names, seed, torch.tensor(number), 2)
+        eager = prepare_images(images, names, seed, number, 2)
+        # Angles may round differently, and a pixel with them.
+        torch.testing.assert_close(found, eager, rtol=0, atol=1.01 / 255 if names == ["rotate"] else 0.0)
+        assert torch.equal(eager, prepare_images(images, names, seed, torch.tensor(number), 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -300,6 +301,75 @@ def sweep(
         typer.echo("\n" + ", ".join(map(str, written)))
     if all(row["state"] == "failed" for row in found.table):
         raise typer.Exit(1)
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="divergence, best-alpha, curves, gap, spread, grid or flatness.")],
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
+    by_peer: Annotated[
+        bool, typer.Option("--by-peer", help="A line a peer, not their average; for curves and gap.")
+    ] = False,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Draw what alpha does, from runs over alphas and seeds; --json prints the numbers behind the figure."""
+    from peerbayes import reporting
+
+    path, numbers = reporting.write_figure(name, runs or [], out, by_peer=by_peer, device=device, root=data_root)
+    typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))
+
+
+@app.command()
+def bench(
+    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/bench-DEVICE.json")] = None,
+    only: Annotated[list[str], typer.Option(help="A figure, or growth; may be repeated. Others are kept.")] = [],  # noqa: B006
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
+    ] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure engines, prediction, memory and growth on random images of CIFAR's shape, beside bayesian-torch."""
+    from peerbayes import bench as room
+
+    record, path = room.run(device, out, only, quick, budget, _reporter(quiet))
+    from peerbayes.reporting.figures import write_bench_figure  # what was measured is safe by now
+
+    picture = write_bench_figure(path, record)
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
+    typer.echo("\n".join(_bench_lines(record["figures"], record)))
+    typer.echo(f"\n{path}, {picture}")
+
+
+BENCH_UNITS = {
+    "_ms": "ms",
+    "small_batch": "ms",
+    "memory": "GiB",
+    "rate": "image-draws/s",
+    "speedup": "×",
+    "_over_": "×",
+}
+
+
+def _bench_lines(figures: dict[str, Any], record: Record, above: str = "") -> Iterator[str]:
+    for name, value in figures.items():
+        key = above + name
+        if isinstance(value, dict):
+            yield from _bench_lines(value, record, f"{key}.")
+            continue
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        numbers = " and ".join(f"{v:,.0f}" if v >= 1e4 else f"{v:.4g}" for v in values)
+        unit = next((unit for part, unit in BENCH_UNITS.items() if part in key), "s")
+        spread = record["measurements"].get(key, {}).get("spread") if len(values) == 1 else None
+        rest = record["notes"].get(key, "") if spread is None else f"{spread[0]:.4g} to {spread[1]:.4g}"
+        yield f"{key:<34} {f'{numbers} {unit}' if values else '-':<24} {rest}".rstrip()
 
 
 def _judge(run: Run, device: str, root: Path | None) -> Record:

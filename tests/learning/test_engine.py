@@ -1,13 +1,19 @@
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
+from torch import nn
 
+from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Reporter, engine, load_data, load_recipe
+from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe
 from peerbayes.learning.engine import pick
 from peerbayes.learning.jobs import build_peer
+from peerbayes.learning.loop import run_together
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField
 
 CHANGES = [
     "peers.*.network=mlp",
@@ -97,3 +103,206 @@ def test_captured_steps_agree_with_eager_ones_on_a_gpu():
         found[name] = peers
     for peer, posterior in found["eager"].items():
         assert torch.allclose(posterior.mean, found["captured"][peer].mean, rtol=1e-2, atol=1e-3)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+quiet = pytest.mark.filterwarnings("default")  # torch's compiler warns while it is imported
+SHAPE = (3, 12, 12)
+
+
+class Conv(nn.Module):
+    def __init__(self, dropout=0.0, reads=False):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 12, 3, 2, 1), nn.BatchNorm2d(12), nn.ReLU())
+        self.drop, self.head, self.reads = nn.Dropout(dropout), nn.Linear(12, 4), reads
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        if self.reads and x.abs().max().item() > 1e6:
+            x = x / 2
+        return self.head(self.drop(x.mean((2, 3))))
+
+
+@pytest.fixture
+def exact():
+    """Kernels that give the same bits every time."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def gpu_stage(epochs, **terms):
+    given = {"likelihood": {}, "kl": {"scheme": "layer_mean"}, "mutual": {}, "weight_diversity": {}}
+    return {"epochs": epochs, "optimizer": {"name": "adam", "lr": 1e-3}, "terms": given | terms}
+
+
+def gpu_learner(name, seed=0, stages=None, reporter=None, augment=("crop", "flip"), **network):
+    """10 steps an epoch; two Bayesian peers."""
+    generator = torch.Generator().manual_seed(5)
+    pixels = (torch.rand(80, *SHAPE, generator=generator) * 255).to(torch.uint8)
+    split = ArraySplit(pixels.cuda(), (torch.arange(80) % 4).cuda())
+    data = Dataset("made", split, None, split, 4, None, SHAPE, (0.5,) * 3, (0.3,) * 3)
+    peer = {"network": "mlp", "posterior": {"kind": "mean_field"}}
+    table = {
+        "title": "t",
+        "data": {"batch_size": 8, "augment": list(augment)},
+        "peers": [{"name": "a"} | peer, {"name": "b"} | peer],
+        "stages": list(stages or [gpu_stage(3)]),
+        "gradient_share_every": 0,
+    }
+    peers = {}
+    for number, owner in enumerate("ab"):
+        torch.manual_seed(number)
+        peers[owner] = MeanField(Conv(**network), rho=-2.0, seed=seed, name=owner).cuda()
+    return Learner(Recipe.parse(table, "test"), peers, data, seed, engine=name, reporter=reporter)
+
+
+def everything(learner):
+    found = {f"{name}/{key}": t.clone() for name, p in learner.peers.items() for key, t in p.state().items()}
+    return found | {key: t.clone() for key, t in learner.state.state().items()}
+
+
+def different(one, two):
+    assert one.keys() == two.keys()
+    return [key for key in one if not torch.equal(one[key], two[key])]
+
+
+TWO_STAGES = (gpu_stage(3), gpu_stage(2, feature_diversity={"layers": ["first", "second"]}))
+
+
+@gpu
+@quiet
+@pytest.mark.usefixtures("exact")
+def test_fifty_captured_steps_are_the_eager_ones_bit_for_bit():
+    found = {}
+    for name in ("eager", "captured"):
+        learner = gpu_learner(name, stages=TWO_STAGES)
+        learner.run()
+        assert learner.engine.name == name
+        assert learner.position.step == 50
+        found[name] = everything(learner)
+    assert different(found["eager"], found["captured"]) == []
+
+
+@gpu
+@quiet
+@pytest.mark.usefixtures("exact")
+def test_captured_steps_draw_what_their_addresses_say():
+    learner = gpu_learner("captured", augment=("crop", "flip", "reflect_crop"))
+    cohort, seed = learner.cohort, learner.seed
+    kept, original = {}, cohort.forward
+
+    def noting(clock):
+        # Copies into tensors that the graph keeps: what the last replay has made.
+        batch = original(clock)
+        for name, tensor in (
+            ("images", cohort._images),
+            *((peer, output.weights.flat) for peer, output in batch.outputs.items()),
+        ):
+            if name not in kept:
+                kept[name] = torch.empty_like(tensor.detach())
+            kept[name].copy_(tensor.detach())
+        return batch
+
+    cohort.forward = noting
+    seen, expected = [], {}
+    for number, _ in zip(range(25), learner.steps(), strict=False):
+        torch.cuda.synchronize()
+        seen.append({name: tensor.clone() for name, tensor in kept.items()})
+        assert learner.engine.name == "captured"
+        pixels, _ = learner.data.train.batch(indices(learner, number), torch.device("cuda"))
+        where = Address(seed, "data", "augment", number)
+        assert torch.equal(seen[-1]["images"], to_unit(augment(pixels, learner.recipe.data.augment, where)))
+        for peer, posterior in learner.peers.items():
+            if number:
+                assert torch.equal(seen[-1][peer], expected[peer])
+            # What the next step will draw, from the weights as they are by now.
+            with torch.no_grad():
+                expected[peer] = posterior.draw(Address(seed, peer, "step", number + 1)).flat
+    for name in ("a", "b", "images"):
+        assert not any(torch.equal(one[name], two[name]) for one, two in itertools.pairwise(seen))
+    assert not torch.equal(seen[0]["a"] - seen[1]["a"], seen[0]["b"] - seen[1]["b"])
+
+
+def indices(learner, number):
+    epoch, place = divmod(number, learner.steps_per_epoch)
+    size, address = learner.recipe.data.batch_size, Address(learner.seed, "data", "order", epoch)
+    return order(len(learner.data.train), address)[place * size : (place + 1) * size]
+
+
+@gpu
+@quiet
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_captured_learners_side_by_side_are_each_alone(dropout):
+    alone = []
+    for seed in (0, 3):
+        learner = gpu_learner("captured", seed, TWO_STAGES, dropout=dropout)
+        learner.run()
+        alone.append(everything(learner))
+    together = [gpu_learner("captured", seed, TWO_STAGES, dropout=dropout) for seed in (0, 3)]
+    assert run_together(together) == {}
+    assert [learner.engine.name for learner in together] == ["captured"] * 2
+    assert [different(everything(one), two) for one, two in zip(together, alone, strict=True)] == [[], []]
+    assert different(*alone)
+
+
+@gpu
+@quiet
+@pytest.mark.usefixtures("exact")
+def test_captured_dropout_is_new_at_every_replay_and_a_function_of_the_seed():
+    def masks(seed):
+        learner = gpu_learner("captured", seed, dropout=0.5)
+        kept, seen = [], []
+        for posterior in learner.peers.values():
+            place = torch.zeros(8, 12, device="cuda")
+
+            def note(_module, _inputs, output, place=place):
+                if len(output) == 8:
+                    place.copy_(output.detach() == 0)
+
+            posterior.network.drop.register_forward_hook(note)
+            kept.append(place)
+        for _ in zip(range(15), learner.steps(), strict=False):
+            torch.cuda.synchronize()
+            seen.append([place.clone() for place in kept])
+        assert learner.engine.name == "captured"
+        assert learner.engine.alone
+        return seen, everything(learner)
+
+    seen, end = masks(0)
+    again, end_again = masks(0)
+    assert different(end, end_again) == []
+    for peer in range(2):
+        assert all(torch.equal(one[peer], two[peer]) for one, two in zip(seen, again, strict=True))
+        assert not any(torch.equal(one[peer], two[peer]) for one, two in itertools.pairwise(seen))
+    assert not any(torch.equal(*pair) for pair in seen)
+    assert not torch.equal(seen[0][0], masks(1)[0][0][0])
+
+
+@gpu
+@quiet
+@pytest.mark.usefixtures("exact")
+def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
+    said = []
+
+    class Listening(Reporter):
+        def warn(self, text):
+            said.append(text)
+
+    eager, captured = gpu_learner("eager", reads=True), gpu_learner("captured", reads=True, reporter=Listening())
+    eager.run()
+    captured.run()
+    assert captured.engine.name == "eager"
+    assert len(said) == 1
+    assert said[0].startswith("the captured engine can't run this cohort, going on eagerly: ")
+    assert len(said[0]) > 80  # it says why
+    assert different(everything(eager), everything(captured)) == []
+    # The device is well: another cohort can be captured.
+    after = gpu_learner("captured")
+    after.run()
+    assert after.engine.name == "captured"

@@ -3,6 +3,7 @@
 import copy
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerbayes import networks
 from peerbayes.errors import InputError
-from peerbayes.learning import Recipe, load_recipe, packaged
+from peerbayes.learning import Recipe, default_folder, load_recipe, packaged
 
 OURS = "mutual/cifar100-resnet20-ours"
 
@@ -30,7 +31,7 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
     # Complete: nothing is left to a default that a later version might change.
     table = tomllib.loads(recipe.to_toml())
     assert set(table) == set(Recipe.model_fields)
-    assert table["stages"][0]["optimizer"].keys() == {"name", "lr", "momentum", "nesterov", "weight_decay"}
+    assert table["stages"][0]["optimizer"].keys() == {"name", "lr", "momentum", "nesterov", "weight_decay", "clip"}
     assert all("weight" in options for stage in table["stages"] for options in stage["terms"].values())
     assert all(peer["network"].startswith("timm/") or peer["network"] in networks.names() for peer in table["peers"])
 
@@ -42,7 +43,11 @@ def test_ours_has_the_papers_settings():
     assert (first.lr_milestones, second.lr_milestones) == ([80, 120, 160, 180], [30, 60, 90])
     assert all((s.optimizer.name, s.optimizer.lr, s.lr_factor) == ("adam", 1e-3, 0.1) for s in recipe.stages)
     assert (recipe.data.batch_size, recipe.evaluation.draws, recipe.evaluation.ece_bins) == (128, 50, 20)
-    assert first.terms["mutual"] == second.terms["mutual"] == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0, "graph": "all"}
+    assert (
+        first.terms["mutual"]
+        == second.terms["mutual"]
+        == {"weight": 1.0, "temperature": 3.0, "alpha": 1.0, "graph": "all"}
+    )
     assert first.terms["kl"]["scheme"] == second.terms["kl"]["scheme"] == "layer_mean"
     assert first.terms["weight_diversity"]["reduction"] == "layer_mean_sum"
     assert "feature_diversity" not in first.terms
@@ -256,3 +261,49 @@ def test_settings_cannot_be_changed_after_loading():
     with pytest.raises(ValueError, match="frozen"):
         recipe.title = "other"
     assert recipe == before
+
+
+# ---- recipes that extend others ---------------------------------------------------------------------------------
+
+
+def test_a_recipe_extends_another_by_changes_and_by_keys_of_its_own(tmp_path):
+    (tmp_path / "base.toml").write_text(f'extends = "{OURS}"\nset = ["stages.*.epochs=7"]\n')
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f'extends = "{tmp_path}/base.toml"\ntitle = "mine"\n'
+        'set = ["stages.1.epochs=3", "stages.*.terms.kl.weight=0.5"]\n'
+        "[evaluation]\ndraws = 9\n"
+    )
+    found, base = load_recipe(path, ["stages.1.terms.kl.weight=0.25"]), load_recipe(OURS)
+    assert [stage.epochs for stage in found.stages] == [7, 3]
+    assert [stage.terms["kl"]["weight"] for stage in found.stages] == [0.5, 0.25]
+    assert (found.title, found.evaluation.draws, found.name) == ("mine", 9, "mine")
+    assert found.peers == base.peers
+    assert found.evaluation.ece_bins == 15  # a table of its own takes the whole place
+    assert "extends" not in found.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('extends = "mutual/our"', "there is no recipe 'mutual/our'; did you mean 'mutual/ours'"),
+        ("extends = 3", "'extends' must name a recipe"),
+        ('extends = "mutual/ours"\nset = "stages.0.epochs=3"', "'set' be a list"),
+        ('extends = "mutual/ours"\nset = ["stages.9.epochs=3"]', "--set stages.9.epochs=3: there is no item '9'"),
+        ('extends = "PATH"', "extends itself by way of"),
+        ('extends = "mutual/ours"\nepoch = 3', "has no key 'epoch'"),
+    ],
+)
+def test_a_recipe_that_extends_badly_is_refused_by_name(tmp_path, text, words):
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("PATH", str(path)))
+    with pytest.raises(InputError) as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value) or "mutual/our" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_runs_of_recipes_with_a_point_in_their_name_have_folders_of_their_own():
+    names = [name for name in packaged() if name.startswith("renyi/")]
+    assert len({default_folder(name, 0) for name in names}) == len(names) >= 75
+    assert default_folder("some/mine.toml", 3) == Path("runs/some-mine-seed3")

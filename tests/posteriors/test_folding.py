@@ -4,6 +4,7 @@ import weakref
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from peerbayes import networks
@@ -60,7 +61,7 @@ def logits(posterior, images):
 @pytest.mark.parametrize(
     ("network", "count"),
     [
-        (plain(), 3),
+        (plain(), 2),
         (networks.build("resnet20", networks.Inputs(10, (3, 8, 8), (0.5,) * 3, (0.2,) * 3)), 19),
         (timm.create_model("resnet18", num_classes=4), 20),
         (timm.create_model("mobilenetv3_small_050", num_classes=4), None),
@@ -111,3 +112,244 @@ def test_a_posterior_that_has_predicted_can_be_freed(network):
     del posterior
     gc.collect()
     assert gone() is None
+
+
+# ---- ReLU and residuals within the convolution -------------------------------------------------------------------
+
+
+def fused_logits(posterior, images, number=3):
+    """Logits of the fused network in float32, of the whole one, and the names of the fused convolutions."""
+    posterior.eval()
+    weights = posterior.draw(Address(number))
+    folded = Folded(posterior, torch.bfloat16)
+    folded.half = torch.float32  # autocast can't, but the fused network can
+    before = images.clone()
+    with torch.no_grad():
+        found, whole = folded._run(images, weights.flat), posterior(images, weights)
+    assert torch.equal(images, before)
+    return found, whole, folded.fused
+
+
+def agree(found, whole):
+    return torch.allclose(found, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+class Block(nn.Module):
+    """Two convolutions with batch-norm, and what a test makes of them."""
+
+    def __init__(self, how, **options):
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.norm2 = nn.Conv2d(6, 6, **({"kernel_size": 3, "padding": 1} | options)), nn.BatchNorm2d(6)
+        self.short, self.norm3 = nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6)
+        self.relu, self.act = nn.ReLU(), nn.ReLU(inplace=True)
+        self.gamma = nn.Parameter(torch.rand(6, 1, 1) + 0.5)
+        self.register_buffer("shift", torch.randn(6))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.how = how
+
+    def a(self, x):
+        return self.norm1(self.first(x))
+
+    def b(self, x):
+        return self.norm2(self.second(x))
+
+    def c(self, x):
+        return self.norm3(self.short(x))
+
+    def forward(self, x):
+        return self.how(self, x).flatten(2).mean(2)
+
+
+def residual_after(s, x):
+    y = s.b(torch.relu(s.a(x)))
+    return s.relu(y + s.c(x))
+
+
+def into_convolution(s, x):
+    y = s.b(s.act(s.a(x)))
+    y += s.c(x)
+    return s.act(y)
+
+
+def into_residual_used_again(s, x):
+    short = torch.tanh(s.c(x))
+    total = short
+    total += s.b(s.relu(s.a(x)))
+    return s.relu(total) + 3 * short
+
+
+def in_place_between(s, x):
+    z = torch.tanh(s.c(x))
+    y = s.b(z)
+    z.mul_(-2)
+    return torch.relu(y) + z
+
+
+def relu_without_result(s, x):
+    y = torch.tanh(s.a(x)) + s.c(x)
+    s.act(y)
+    return s.b(y).relu() - y
+
+
+def used_twice(s, x):
+    y = s.second(torch.relu(s.a(x)))
+    return torch.relu(s.norm2(y)) + y
+
+
+def norm_used_twice(s, x):
+    y = s.b(torch.relu(s.a(x)))
+    return torch.relu(y) + y
+
+
+def sum_used_twice(s, x):
+    y = s.b(torch.relu(s.a(x))) + s.c(x)
+    return torch.relu(y) * y
+
+
+def own_output(s, x):
+    y = s.b(torch.relu(s.a(x)))
+    return torch.relu(y + y)
+
+
+def with_parameters(s, x):
+    y = s.b(torch.relu(s.a(x) + s.gamma))
+    if s.gamma is not None:
+        y = y * s.gamma
+    return torch.relu(y + s.c(x)) + (s.shift * s.frozen)[:, None, None]
+
+
+def asks_for_its_parameter(s, x):
+    y = s.first(x)
+    if s.gamma is not None:
+        y = y * s.gamma
+    return torch.relu(s.norm1(y)) + torch.relu(s.c(x))
+
+
+BLOCKS = {
+    "module": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {}, {"first", "second"}),
+    "function": (lambda s, x: F.relu(s.b(F.relu(s.a(x), inplace=True))), {}, {"first", "second"}),
+    "method": (lambda s, x: s.b(s.a(x).relu()).relu_(), {}, {"first", "second"}),
+    "residual after": (residual_after, {}, {"first", "second"}),
+    "residual before": (lambda s, x: (s.c(x) + s.b(s.relu(s.a(x)))).relu(), {}, None),
+    "torch.add": (lambda s, x: torch.relu(torch.add(s.c(x).tanh(), s.b(s.relu(s.a(x))))), {}, {"first", "second"}),
+    "scaled sum": (lambda s, x: torch.relu(torch.add(s.c(x), s.b(s.relu(s.a(x))), alpha=2)), {}, {"first"}),
+    "into convolution": (into_convolution, {}, {"first", "second"}),
+    "into residual": (into_residual_used_again, {}, {"first"}),
+    "in place between": (in_place_between, {}, set()),
+    "without result": (relu_without_result, {}, {"second"}),
+    "number": (lambda s, x: torch.relu(s.b(torch.relu(s.a(x))) + 0.3), {}, {"first"}),
+    "number of images": (lambda s, x: torch.relu(s.b(torch.relu(s.a(x))) + x.shape[0]), {}, None),
+    "by channel": (lambda s, x: torch.relu(s.b(torch.relu(s.a(x))) + s.gamma), {}, None),
+    "used twice": (used_twice, {}, {"first"}),
+    "norm used twice": (norm_used_twice, {}, {"first"}),
+    "sum used twice": (sum_used_twice, {}, {"first"}),
+    "own output": (own_output, {}, {"first"}),
+    "parameters": (with_parameters, {}, None),
+    "asks": (asks_for_its_parameter, {}, {"short"}),
+    "grouped": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {"groups": 2}, {"first"}),
+    "dilated": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {"dilation": 2}, {"first"}),
+    "same": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {"padding": "same"}, {"first"}),
+    "reflected": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {"padding_mode": "reflect"}, {"first"}),
+    "strided": (lambda s, x: s.relu(s.b(s.relu(s.a(x)))), {"stride": (2, 1), "padding": (0, 1)}, {"first", "second"}),
+    "no relu": (lambda s, x: torch.sigmoid(s.b(torch.tanh(s.a(x)))), {}, set()),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_fusing_changes_nothing(name):
+    how, options, expected = BLOCKS[name]
+    posterior = MeanField(unsettled(Block(how, **options)))
+    images = torch.rand(3, 3, 7, 9)
+    found, whole, fused = fused_logits(posterior, images)
+    assert agree(found, whole)
+    folded, whole = logits(posterior, images)
+    assert agree(folded, whole)
+    if expected is not None:
+        assert fused == expected
+
+
+@pytest.mark.parametrize("kind", [Point, MeanField])
+@pytest.mark.parametrize(
+    ("network", "count"), [("resnet8", 7), ("resnet20", 19), ("timm/resnet18", 17)], ids=lambda value: str(value)
+)
+def test_known_networks_are_fused_and_stay_the_same(network, count, kind):
+    inputs = networks.Inputs(4, (3, 16, 16), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    posterior = kind(unsettled(networks.build(network, inputs)))
+    found, whole, fused = fused_logits(posterior, torch.rand(2, 3, 16, 16))
+    assert agree(found, whole)
+    assert len(fused) == count
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_the_whole(half):
+    posterior = MeanField(unsettled(Block(residual_after)))
+    images = torch.rand(3, 3, 8, 8)
+    weights = posterior.eval().draw(Address(1))
+    with torch.no_grad():
+        found, whole = Folded(posterior, half)(images, weights.flat), posterior(images, weights)
+    assert torch.allclose(found.float(), whole, atol=0.05 * float(whole.abs().max()))
+    bare = MeanField(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)))
+    weights = bare.eval().draw(Address(1))
+    with torch.no_grad():
+        found, whole = Folded(bare, half)(images, weights.flat), bare(images, weights)
+    assert Folded(bare, half).fused == frozenset()
+    assert torch.allclose(found.float(), whole, atol=0.05 * float(whole.abs().max()))
+
+
+def test_what_changes_after_the_first_use_is_seen():
+    posterior = MeanField(unsettled(Block(with_parameters)))
+    images = torch.rand(3, 3, 7, 7)
+    before, _, _ = fused_logits(posterior, images)
+    logits(posterior, images)
+    with torch.no_grad():
+        for tensor in posterior.state().values():
+            if tensor.is_floating_point():
+                tensor.mul_(1.3)
+    found, whole, _ = fused_logits(posterior, images)
+    assert agree(found, whole)
+    assert agree(*logits(posterior, images))
+    assert not torch.allclose(found, before, rtol=0.05)
+    # Another home for every tensor, as after a journey to another device and back.
+    posterior.double().float()
+    with torch.no_grad():
+        for tensor in posterior.state().values():
+            if tensor.is_floating_point():
+                tensor.mul_(0.8)
+    again, whole, _ = fused_logits(posterior, images)
+    assert agree(again, whole)
+    assert agree(*logits(posterior, images))
+    assert not torch.allclose(found, again, rtol=0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_fused_networks_on_a_gpu_and_back(name):
+    how, options, _ = BLOCKS[name]
+    posterior = MeanField(unsettled(Block(how, **options)))
+    images = torch.rand(3, 3, 7, 9)
+    for device in ("cpu", "cuda", "cpu", "cuda"):
+        posterior.to(device).eval()
+        weights = posterior.draw(Address(1))
+        with torch.no_grad():
+            whole = posterior(images.to(device), weights)
+            found = Folded(posterior, torch.float16)(images.to(device), weights.flat)
+            posterior.network.shift.mul_(1.5)
+        assert torch.allclose(found.float(), whole, atol=0.02 * float(whole.abs().max()))
+
+
+class Tokens(nn.Module):
+    """A linear layer over (N, 5, 7) whose batch-norm goes over the 5."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(8, 7), nn.BatchNorm1d(5), nn.Linear(35, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.linear(x[:, 0, :5])).flatten(1))
+
+
+def test_batch_norm_over_another_axis_is_not_folded():
+    posterior = MeanField(unsettled(Tokens()))
+    assert agree(*logits(posterior, torch.rand(4, 3, 8, 8)))
+    assert Folded(posterior).pairs == {}

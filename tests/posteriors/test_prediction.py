@@ -8,10 +8,14 @@ import torch
 from scipy import special, stats
 from torch import nn
 
+from peerbayes import networks
+from peerbayes.data import ArraySplit
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, prediction
 from peerbayes.posteriors.prediction import _Referee
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Net(nn.Module):
@@ -255,6 +259,264 @@ def test_replay_gives_the_weights_of_a_draw_again():
 def test_impossible_requests_are_one_clear_error(count, options, message):
     with pytest.raises(InputError, match=message):
         posterior().predict(images(count), **options)
+
+
+# ---- draws at once --------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A batch-norm that can't be folded: it comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv, self.head = nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.Linear(16, 3)
+        self.norm.running_mean.fill_(0.3)
+        self.norm.running_var.fill_(2.0)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv(self.norm(x))).flatten(1))
+
+
+class Choosing(nn.Module):
+    """Can't be vectorised: what it does depends on what it has computed."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(16, 3), how
+
+    def forward(self, x):
+        y = self.linear(x.flatten(1))
+        return self.how(y)
+
+
+def by_sign(y):
+    return 2 * y if y.sum() > 0 else -y
+
+
+def watched(monkeypatch):
+    """How many draws each call of vmap got, in order."""
+    sizes, vmap = [], torch.vmap
+
+    def spy(function):
+        def call(flats):
+            sizes.append(len(flats))
+            return vmap(function)(flats)
+
+        return call
+
+    monkeypatch.setattr(prediction.torch, "vmap", spy)
+    return sizes
+
+
+def both_ways(found, x, draws, monkeypatch, **options):
+    together = found.predict(x, draws, **options)
+    with monkeypatch.context() as patch:
+        patch.setitem(prediction.TOGETHER, "cpu", 0)
+        return together, found.predict(x, draws, **options)
+
+
+def close(one, two, **tolerance):
+    torch.testing.assert_close(one.log_probabilities, two.log_probabilities, **tolerance)
+    torch.testing.assert_close(one.expected_entropy, two.expected_entropy, **tolerance)
+    assert torch.equal(one.draws, two.draws)
+    assert one.address == two.address
+
+
+INPUTS = networks.Inputs(3, (1, 8, 8), (0.4,), (0.3,))
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "radial"])
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "own"])
+def test_draws_at_once_are_the_draws_one_after_another(name, noise, monkeypatch):
+    torch.manual_seed(0)
+    network = Normed() if name == "own" else networks.build(name, INPUTS)
+    found = MeanField(network, rho=-1.0, noise=noise)
+    x = images(5) if name == "own" else torch.rand(5, 1, 8, 8)
+    sizes = watched(monkeypatch)
+    together, apart = both_ways(found, x, 6, monkeypatch, seed=4, name="left")
+    assert sizes == [6]
+    close(together, apart, rtol=1e-4, atol=1e-5)
+    by_hand = draws_by_hand(found, x, 6, seed=4, name="left").exp().mean(0)
+    torch.testing.assert_close(together.probabilities.double(), by_hand, rtol=1e-3, atol=1e-5)
+    assert torch.equal(together.replay(5).flat, found.draw(Address(4, "left", "draw", 5)).flat)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        by_sign,
+        lambda y: y * y.max().item(),
+        lambda y: y * float(y.detach().numpy().max()),
+        lambda y: y + torch.histc(y, 3),  # vmap would go on, slowly and with a warning
+    ],
+    ids=["if", "item", "numpy", "fallback"],
+)
+def test_a_network_that_can_not_be_vectorised_is_run_draw_by_draw(how, monkeypatch):
+    torch.manual_seed(0)
+    found = MeanField(Choosing(how), rho=0.0)
+    sizes = watched(monkeypatch)
+    together, apart = both_ways(found, images(), 5, monkeypatch)
+    assert sizes == [5]  # it was tried
+    close(together, apart, rtol=0, atol=0)
+
+
+def test_a_point_is_one_pass_and_never_vectorised(monkeypatch):
+    sizes = watched(monkeypatch)
+    found = Point(Net())
+    assert found.predict(images(), 9).draws.tolist() == [1] * 7
+    assert posterior().predict(images(), 1).draws.tolist() == [1] * 7
+    assert sizes == []
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_draws_at_once_keep_within_the_memory_they_are_given(most, monkeypatch):
+    found, x = posterior(), images()
+    bytes_a_draw = 4 * (2 * found.mean.numel() + 64 * x.numel())
+    monkeypatch.setattr(prediction, "MEMORY", most * bytes_a_draw + bytes_a_draw // 2)
+    sizes = watched(monkeypatch)
+    together, apart = both_ways(found, x, 7, monkeypatch)
+    assert sizes == {1: [], 2: [2, 2, 2, 1], 3: [3, 3, 1], 100: [7]}[most]
+    close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+class Greedy(nn.Module):
+    """Has memory for so many images."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.net, self.most, self.seen = Net(), most, []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("no memory")
+        return self.net(x)
+
+
+@pytest.mark.parametrize("settle", [None, 0.2])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_batch_that_does_not_fit_is_halved(at_once, settle, monkeypatch):
+    torch.manual_seed(0)
+    greedy = MeanField(Greedy(3), rho=-0.5)
+    monkeypatch.setattr(prediction, "Folded", lambda found, _half=None: lambda x, flat: found(x, found.weights(flat)))
+    if not at_once:
+        monkeypatch.setitem(prediction.TOGETHER, "cpu", 0)
+    found = greedy.predict(images(13), 4, settle=settle)
+    seen = greedy.network.seen
+    assert max(seen[-4:]) == 3
+    assert sorted(set(seen), reverse=True)[:3] == [13, 6, 3]
+    greedy.network.most = 99
+    close(found, greedy.predict(images(13), 4, settle=settle), rtol=1e-5, atol=1e-6)
+    greedy.network.most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        greedy.predict(images(13), 4)
+
+
+class Hungry(nn.Module):
+    """Has memory for one draw at a time, and from a certain call on only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 1 and torch._C._functorch.is_batchedtensor(self.linear.weight):
+            raise torch.OutOfMemoryError("no memory")
+        return self.linear(x.flatten(1))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_draws_at_once_that_do_not_fit_are_made_one_by_one(count, monkeypatch):
+    torch.manual_seed(0)
+    found = MeanField(Hungry(), rho=0.0)
+    x = images(count)
+    monkeypatch.setattr(prediction, "MEMORY", 3 * 4 * (2 * found.mean.numel() + 64 * x.numel()))
+    sizes = watched(monkeypatch)
+    together, apart = both_ways(found, x, 7, monkeypatch)
+    assert sizes == [3, 3]  # the second time there was no memory left: four more, one by one
+    close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["half", "float64", "", "FLOAT32"])
+def test_an_unknown_precision_is_refused(given):
+    with pytest.raises(InputError, match=f"precision is '{given}', expected auto, float32, bfloat16, float16"):
+        posterior().predict(images(), precision=given)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_precision_is_near_and_no_mode_is_left_behind(half, at_once, monkeypatch):
+    if not at_once:
+        monkeypatch.setitem(prediction.TOGETHER, "cpu", 0)
+    found = posterior()
+    p, whole = (found.predict(images(), 4, precision=name) for name in (half, "float32"))
+    assert torch.allclose(p.probabilities, whole.probabilities, atol=0.02)
+    assert not torch.equal(p.probabilities, whole.probabilities)
+    assert p.log_probabilities.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(found.predict(images(), 4).probabilities, whole.probabilities)  # auto on a CPU
+
+
+class Large(nn.Module):
+    """Has values between that only float32 and bfloat16 can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x * 1e6))).flatten(1) * 1e-6)
+
+
+@pytest.mark.parametrize("settle", [None, 0.2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_auto_goes_back_to_float32_where_half_precision_overflows(device, settle, monkeypatch):
+    torch.manual_seed(0)
+    found, x = MeanField(Large(), rho=-2.0).to(device), images().to(device)
+    if device == "cpu":  # what a GPU does by itself
+        monkeypatch.setitem(prediction.TOGETHER, "cpu", 0)
+        monkeypatch.setitem(prediction.PRECISIONS, "float32", torch.float16)
+    half = found.predict(x, 4, precision="float16", settle=settle)
+    assert half.log_probabilities.isnan().any()
+    p = found.predict(x, 4, settle=settle)
+    assert p.log_probabilities.isfinite().all()
+    monkeypatch.setitem(prediction.PRECISIONS, "float32", None)
+    whole = found.predict(x, 4, precision="float32", settle=settle)
+    assert torch.equal(p.log_probabilities, whole.log_probabilities)
+
+
+# ---- whole splits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settle", [None, 0.2])
+def test_a_split_in_chunks_is_the_split_at_once(settle, monkeypatch):
+    torch.manual_seed(0)
+    split = ArraySplit((torch.rand(23, 1, 4, 4) * 255).to(torch.uint8), torch.arange(23) % 3)
+    found = posterior(rho=0.0)
+    calls, original = [], found.predict
+
+    def spy(x, *rest, **options):
+        calls.append(len(x))
+        return original(x, *rest, **options)
+
+    monkeypatch.setattr(found, "predict", spy)
+    whole = prediction.predict_split(found, split, 6, seed=3, name="left", settle=settle)
+    each = split.batch(torch.tensor([0]), torch.device("cpu"))[0].nbytes
+    monkeypatch.setattr(prediction, "IMAGES", 7 * each + 1)
+    parts = prediction.predict_split(found, split, 6, seed=3, name="left", settle=settle)
+    monkeypatch.setattr(prediction, "IMAGES", 1)
+    singles = prediction.predict_split(found, split, 6, seed=3, name="left", settle=settle)
+    assert calls == [23, 7, 7, 7, 2] + [1] * 23
+    for other in (parts, singles):
+        for one, two in zip(whole, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    p = original(split.batch(torch.arange(23), torch.device("cpu"))[0], 6, seed=3, name="left", settle=settle)
+    torch.testing.assert_close(whole[0], p.log_probabilities)
+    assert torch.equal(whole[1], torch.arange(23) % 3)
 
 
 # ---- settling -----------------------------------------------------------------------------------------------------

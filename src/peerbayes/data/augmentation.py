@@ -22,8 +22,8 @@ _TRIES = 10  # candidates of one random resized crop, before it falls back to th
 
 
 def to_unit(images: Tensor) -> Tensor:
-    """Return uint8 images as float32 in [0, 1] (x / 255); floating-point images pass through."""
-    return images if images.is_floating_point() else images.float().div_(255)
+    """Return uint8 images as float32 in [0, 1] (x / 255); floating-point images and token numbers pass through."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
 
 
 def _padding(images: Tensor) -> int:
@@ -188,5 +188,7 @@ def augment(images: Tensor, names: Sequence[str], address: Address, first: int =
     for name in names:
         if name not in AUGMENTATIONS:
             raise InputError(f"unknown augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
+        if images.dim() != 4:
+            raise InputError(f"augmentation '{name}' is for images: leave augment empty for texts")
         images = AUGMENTATIONS[name](images, address.sub(name), first=first)
     return images

@@ -87,6 +87,26 @@ def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSpl
     return FolderSplit([file for file, _ in labelled], labels, size)
 
 
+def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSplit:
+    """Return the images that the lines ``class/file`` of a listing name, in its order, as DTD gives its splits."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    files: list[str] = []
+    labels: list[int] = []
+    for number, line in enumerate(listing.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name = line.strip().partition("/")[0]
+        if name not in numbers:
+            raise InputError(f"{listing}, line {number}: '{name}' is not one of the class folders in {folder}")
+        if not (folder / line.strip()).is_file():
+            raise InputError(f"{listing}, line {number}: no image '{line.strip()}' in {folder}")
+        files.append(str(folder / line.strip()))
+        labels.append(numbers[name])
+    if not files:
+        raise InputError(f"{listing}: expected one line an image, found none")
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files[0]))
+
+
 def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
     files = image_files(folder)

@@ -5,6 +5,7 @@ Where data is looked for: the ``root`` argument, else the environment variable `
 
 - The official test split is the test split. Where there is none, a fifth of each class is held out by a fixed
   permutation.
+- Texts are split as images are; the vocabulary is made from what is left to train on.
 - ``validation`` takes the *last* images of the training split, in order, as the papers do with CIFAR. Where
   the training split is stored class by class (each class in one run, as in image folders), the last images
   would be of one class: then the same share of each class is taken by a fixed permutation. Either way the
@@ -13,16 +14,32 @@ Where data is looked for: the ``root`` argument, else the environment variable `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from peerbayes import noise
+from peerbayes.data.corpora import CORPORA, Corpus, Texts, is_corpus, read_corpus
 from peerbayes.data.sources import READERS, Source, Stored, data_root, read_folder, read_npz
 from peerbayes.data.splits import ArraySplit, Split, held_out, measure
+from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, nearest
+from peerbayes.networks import WordVectors
+
+
+class _Divisible(Protocol):
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Tensor) -> Self: ...
+
+
+Part = TypeVar("Part", bound=_Divisible)
 
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
 
@@ -38,12 +55,14 @@ class Dataset:
         test: the test split.
         classes: number of classes.
         class_names: one a class, where they are known.
-        shape: channels, height and width of one image in a batch.
+        shape: channels, height and width of one image in a batch, or the length of a text in token numbers.
         mean: per channel in the [0, 1] scale: published constants for CIFAR and ImageNet, else measured on
-            ``train`` (for folders, on at most 2,000 files of it).
+            ``train`` (for folders, on at most 2,000 files of it). Empty for texts.
         std: as ``mean``.
         soft_labels: float32 (N, classes), the distribution of human labels of the test images (CIFAR-10H), or
             None.
+        vocabulary: how texts became token numbers; None for images.
+        vectors: word vectors for networks to start from, where the options of the texts name some.
     """
 
     name: str
@@ -52,40 +71,56 @@ class Dataset:
     test: Split
     classes: int
     class_names: tuple[str, ...] | None
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     soft_labels: Tensor | None = None
+    vocabulary: Vocabulary | None = None
+    vectors: WordVectors | None = None
+
+
+def names() -> tuple[str, ...]:
+    """Return the registered names, sorted."""
+    return tuple(sorted({*READERS, *CORPORA}))
 
 
 def load(
-    name: str | Path, *, root: Path | str | None = None, validation: int | float = 0, size: int | None = None
+    name: str | Path,
+    *,
+    root: Path | str | None = None,
+    validation: int | float = 0,
+    size: int | None = None,
+    text: TextOptions | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Dataset:
     """Read a data set; the module's text gives the rules of the splits.
 
     Args:
-        name: a registered name (see :func:`peerbayes.data.names`), or a path to an ``.npz`` file or an image
-            folder; a relative path is looked for in the working directory, then under the root.
+        name: a registered name (see :func:`peerbayes.data.names`), or a path to an ``.npz`` file, an image folder,
+            or texts (a ``.csv`` or ``.json`` file, or a folder with a ``train.csv``; see `peerbayes.data.corpora`); a
+            relative path is looked for in the working directory, then under the root.
         root: the folder of the data (see :func:`peerbayes.data.data_root`).
         validation: images to hold out of the training split: a number, or a fraction below 1.
         size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
             ImageNet, and for other folders the shortest side of the first image, at most 224.
+        text: how texts become token numbers; its file of vectors is looked for as a relative path is.
+        vocabulary: a vocabulary to use for texts, such as that of a run, instead of making one; word vectors are not
+            read then.
     """
     found = _read(name, root, want_train=True)
-    train, test, own = found.train, found.test, found.validation
-    assert train is not None
-    if test is None:
-        if len(train) < 2:
-            raise InputError(f"{name}: expected at least two images to hold out a test split, got {len(train)}")
-        assert train.labels is not None
-        kept, held = held_out(train.labels, max(1, len(train) // 5), "test")
-        train, test = train.select(kept), train.select(held)
-    count = _validation_count(name, validation, len(train))
-    if count and own is not None:
-        raise InputError(f"{name} has its own validation split of {len(own)} images: leave validation at 0")
-    if count:
-        kept, held = _validation_split(train, count)
-        train, own = train.select(kept), train.select(held)
+    if isinstance(found, Corpus):
+        if size is not None:
+            raise InputError(f"{name} holds texts: size is for images; the length of a text is an option of text")
+        if text is None:
+            text = TextOptions()
+        elif text.vectors and not Path(text.vectors).expanduser().exists():
+            text = replace(text, vectors=str(data_root(root) / text.vectors))
+        return _text_data(name, found, validation, text, vocabulary)
+    if text is not None or vocabulary is not None:
+        raise InputError(f"{name} holds images: leave out the options of text")
+    parts: tuple[Stored, Stored | None, Stored]
+    parts = _splits(name, found.train, found.validation, found.test, validation)
+    train, own, test = parts
     if size is not None:
         _check_size(size)
         train, test, own = train.sized(size), test.sized(size), None if own is None else own.sized(size)
@@ -107,6 +142,69 @@ def load(
     )
 
 
+def _splits(
+    name: str | Path, train: Part | None, own: Part | None, test: Part | None, validation: int | float
+) -> tuple[Part, Part | None, Part]:
+    """Return training, validation and test split."""
+    assert train is not None
+    items = "texts" if isinstance(train, Texts) else "images"
+    if test is None:
+        if len(train) < 2:
+            raise InputError(f"{name}: expected at least two {items} to hold out a test split, got {len(train)}")
+        assert train.labels is not None
+        kept, held = held_out(train.labels, max(1, len(train) // 5), "test")
+        train, test = train.select(kept), train.select(held)
+    count = _validation_count(name, validation, len(train), items)
+    if count and own is not None:
+        raise InputError(f"{name} has its own validation split of {len(own)} {items}: leave validation at 0")
+    if count:
+        assert train.labels is not None
+        kept, held = _validation_split(train.labels, count)
+        train, own = train.select(kept), train.select(held)
+    return train, own, test
+
+
+def _text_data(
+    name: str | Path, found: Corpus, validation: int | float, options: TextOptions, vocabulary: Vocabulary | None
+) -> Dataset:
+    train, own, test = _splits(name, found.train, found.validation, found.test, validation)
+    vectors = None
+    if vocabulary is None:
+        vocabulary = Vocabulary.build(train.texts, options)
+        if options.vectors:
+            vectors = read_vectors(options.vectors, vocabulary)
+            vocabulary = replace(vocabulary, dimension=vectors.vectors.shape[1])
+    return Dataset(
+        name=_title(name),
+        train=_encoded(train, vocabulary),
+        validation=None if own is None else _encoded(own, vocabulary),
+        test=_encoded(test, vocabulary),
+        classes=found.classes,
+        class_names=found.class_names,
+        shape=(vocabulary.width,),
+        mean=(),
+        std=(),
+        vocabulary=vocabulary,
+        vectors=vectors,
+    )
+
+
+def _encoded(texts: Texts, vocabulary: Vocabulary) -> ArraySplit:
+    return ArraySplit(vocabulary.encode(texts.texts), texts.labels)
+
+
+def load_texts(name: str | Path, vocabulary: Vocabulary, *, root: Path | str | None = None) -> Split:
+    """Read texts only, for instance an out-of-distribution set such as ``clinc150-oos``: the test split, or all texts.
+
+    Labels are not looked at, and are absent. ``name`` and ``root`` as in :func:`load`.
+    """
+    found = _read(name, root, want_train=False)
+    if not isinstance(found, Corpus):
+        raise InputError(f"{name} holds images, expected texts")
+    assert found.test is not None
+    return _encoded(found.test, vocabulary)
+
+
 def load_images(name: str | Path, *, root: Path | str | None = None, size: int | None = None) -> Split:
     """Read images only, for instance an out-of-distribution set: the test split, or every image where there is none.
 
@@ -114,6 +212,8 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
     split have to be there. Arguments as in :func:`load`.
     """
     found = _read(name, root, want_train=False)
+    if isinstance(found, Corpus):
+        raise InputError(f"{name} holds texts, expected images")
     split = found.train if found.test is None else found.test
     assert split is not None
     if size is not None:
@@ -123,7 +223,7 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
 
 
 def _title(name: str | Path) -> str:
-    return name if isinstance(name, str) and name in READERS else Path(name).stem
+    return name if isinstance(name, str) and name in names() else Path(name).stem
 
 
 def _check_size(size: int) -> None:
@@ -131,38 +231,42 @@ def _check_size(size: int) -> None:
         raise InputError(f"size must be at least 1, got {size}")
 
 
-def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source:
+def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source | Corpus:
     base = data_root(root)
     if isinstance(name, str) and name in READERS:
         return READERS[name](base, want_train)
+    if isinstance(name, str) and name in CORPORA:
+        return CORPORA[name](base, want_train)
     path = Path(name).expanduser()
     for place in (path, base / path):
+        if is_corpus(place):
+            return read_corpus(place, want_train)
         if place.is_dir():
             return read_folder(place, want_train)
         if place.is_file():
             if place.suffix != ".npz":
-                raise InputError(f"{place}: expected an .npz file, an image folder or a known name")
+                raise InputError(
+                    f"{place}: expected an .npz file, an image folder, texts (.csv, .json) or a known name"
+                )
             return read_npz(place, want_train)
-    hint = nearest(str(name), READERS)
+    hint = nearest(str(name), names())
     raise InputError(f"no data set '{name}': not a known name, and neither {path} nor {base / path} exists{hint}")
 
 
-def _validation_split(train: Stored, count: int) -> tuple[Tensor, Tensor]:
-    labels = train.labels
-    assert labels is not None
+def _validation_split(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
     runs = 1 + int((labels[1:] != labels[:-1]).sum())
     if runs == len(labels.unique()):
         return held_out(labels, count, "validation")
-    index = torch.arange(len(train))
+    index = torch.arange(len(labels))
     return index[:-count], index[-count:]
 
 
-def _validation_count(name: str | Path, validation: int | float, total: int) -> int:
+def _validation_count(name: str | Path, validation: int | float, total: int, items: str) -> int:
     if isinstance(validation, float) and not 0 <= validation < 1:
         raise InputError(f"validation as a fraction must be in [0, 1), got {validation}")
     count = round(validation * total) if isinstance(validation, float) else int(validation)
     if not 0 <= count < total:
-        raise InputError(f"validation must leave training images: got {validation}, {name} has {total}")
+        raise InputError(f"validation must leave training {items}: got {validation}, {name} has {total}")
     return count
 
 

@@ -62,17 +62,13 @@ def source(name: str) -> Callable[[Reader], Reader]:
     return register
 
 
-def names() -> tuple[str, ...]:
-    """Return the registered names, sorted."""
-    return tuple(sorted(READERS))
-
-
 def data_root(root: Path | str | None = None) -> Path:
     """Return the folder of the data: the argument, else ``PEERBAYES_DATA``, else ``~/.cache/peerbayes/data``."""
     return Path(root or os.environ.get("PEERBAYES_DATA") or "~/.cache/peerbayes/data").expanduser()
 
 
-def _find(root: Path, places: Sequence[str], archive: str) -> Path:
+def find(root: Path, places: Sequence[str], archive: str) -> Path:
+    """Return the first of the places below ``root`` that exists; where none does, say what to get."""
     for place in places:
         if (root / place).exists():
             return root / place
@@ -216,7 +212,7 @@ def _cifar_names(path: Path, key: bytes) -> tuple[str, ...] | None:
 @source("cifar10")
 def _cifar10(root: Path, want_train: bool) -> Source:
     places = ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10.npz")
-    path = _find(root, places, "cifar-10-python.tar.gz")
+    path = find(root, places, "cifar-10-python.tar.gz")
     if path.is_file():
         found = read_npz(path, want_train, classes=10)
     else:
@@ -256,7 +252,7 @@ def _human_labels(root: Path, test: Stored | None) -> Tensor | None:
 @source("cifar100")
 def _cifar100(root: Path, want_train: bool) -> Source:
     places = ("cifar-100-python", "cifar100/cifar-100-python", "cifar100.npz")
-    path = _find(root, places, "cifar-100-python.tar.gz")
+    path = find(root, places, "cifar-100-python.tar.gz")
     if path.is_file():
         return replace(read_npz(path, want_train, classes=100), stats=CIFAR100_STATS)
     return Source(
@@ -272,7 +268,7 @@ def _cifar100(root: Path, want_train: bool) -> Source:
 def _svhn(root: Path, want_train: bool) -> Source:
     def split(part: str) -> ArraySplit:
         file = f"{part}_32x32.mat"
-        path = _find(root, (f"svhn/{file}", file), file)
+        path = find(root, (f"svhn/{file}", file), file)
         arrays = formats.read_mat(path, ("X", "y"))
         pixels = arrays["X"]
         if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
@@ -289,7 +285,7 @@ def _idx(root: Path, want_train: bool, places: Sequence[str], class_names: tuple
     def part(name: str, dimensions: int) -> tuple[np.ndarray[Any, Any], Path]:
         stems = (f"{name}-idx{dimensions}-ubyte", f"{name}.idx{dimensions}-ubyte")
         files = [f"{place}/{stem}{end}" for place in places for stem in stems for end in ("", ".gz")]
-        path = _find(root, files, f"{stems[0]}.gz")
+        path = find(root, files, f"{stems[0]}.gz")
         return formats.read_idx(path, dimensions), path
 
     def split(name: str) -> ArraySplit:
@@ -316,15 +312,58 @@ def _fashion_mnist(root: Path, want_train: bool) -> Source:
 @source("imagenet")
 def _imagenet(root: Path, want_train: bool) -> Source:
     archives = "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (as train/<class>/ and val/<class>/)"
-    found = read_folder(_find(root, ("imagenet", "ILSVRC2012"), archives), want_train)
+    found = read_folder(find(root, ("imagenet", "ILSVRC2012"), archives), want_train)
     return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
 
 
 @source("tiny-imagenet")
 def _tiny_imagenet(root: Path, want_train: bool) -> Source:
     places = ("tiny-imagenet-200", "tiny-imagenet")
-    found = read_folder(_find(root, places, "tiny-imagenet-200.zip"), want_train)
+    found = read_folder(find(root, places, "tiny-imagenet-200.zip"), want_train)
     return replace(_resized(found, 64, 1.0), stats=IMAGENET_STATS)
+
+
+@source("dtd")
+def _dtd(root: Path, want_train: bool) -> Source:
+    folder = find(root, ("dtd/dtd", "dtd"), "dtd-r1.0.1.tar.gz")
+    classes = folders.class_names(folder / "images")
+
+    def split(part: str) -> FolderSplit:
+        return folders.read_listed(folder / "images", _present(folder / "labels" / f"{part}1.txt"), classes)
+
+    found = Source(
+        split("train") if want_train else None,
+        split("test"),
+        split("val") if want_train else None,
+        classes=len(classes),
+        class_names=classes,
+    )
+    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
+
+
+@source("flowers102")
+def _flowers102(root: Path, want_train: bool) -> Source:
+    files = "102flowers.tgz, imagelabels.mat and setid.mat"
+    folder = find(root, ("flowers-102", "flowers102"), files)
+    label_path, split_path = (_present(folder / file) for file in ("imagelabels.mat", "setid.mat"))
+    numbers = formats.read_mat(label_path, ("labels",))["labels"].reshape(-1)
+    parts = formats.read_mat(split_path, ("trnid", "valid", "tstid"))
+    labels = formats.label_tensor(numbers, f"{label_path}: labels", len(numbers), 103) - 1  # the file counts from 1
+
+    def split(key: str) -> FolderSplit:
+        images = formats.label_tensor(parts[key].reshape(-1), f"{split_path}: {key}", parts[key].size)
+        if not len(images) or int(images.min()) < 1 or int(images.max()) > len(labels):
+            raise InputError(f"{split_path}: {key} must be image numbers from 1 to {len(labels)}")
+        paths = [str(_present(folder / "jpg" / f"image_{number:05d}.jpg")) for number in images.tolist()]
+        return FolderSplit(paths, labels[images - 1], folders.natural_size(paths[0]))
+
+    found = Source(
+        split("trnid") if want_train else None,
+        split("tstid"),
+        split("valid") if want_train else None,
+        classes=102,
+    )
+    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
 
 
 def _resized(found: Source, size: int, margin: float) -> Source:

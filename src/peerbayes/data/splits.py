@@ -25,7 +25,7 @@ _CHUNK = 2048  # images that are converted at a time
 
 
 class Split(Protocol):
-    """Images that are fetched by index.
+    """Images that are fetched by index; or texts, as rows of token numbers, wherever images are spoken of.
 
     ``labels`` is int64 (N,) on the CPU, or None where the images have none.
     """
@@ -38,6 +38,7 @@ class Split(Protocol):
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return images (B, C, H, W), uint8 or float32 in [0, 1], and labels int64 (B,), on ``device``.
 
+        Texts are token numbers int32 or int64 (B, L).
         ``index`` is int64 (B,), on any device. An empty index gives (0, C, H, W) and (0,). A split without
         labels gives labels of shape (0,) whatever B is.
         """
@@ -96,10 +97,11 @@ def held_out(labels: Tensor, count: int, stream: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class ArraySplit:
-    """Images in memory, or in a mapped file.
+    """Images in memory, or in a mapped file; or texts in memory.
 
     Args:
-        images: (M, C, H, W), uint8, or float in [0, 1]; batches are indexed on the device where it lives.
+        images: (M, C, H, W), uint8, or float in [0, 1]; or token numbers (M, L), int32 or int64. Batches are indexed
+            on the device where it lives.
         labels: integers (N,), or None.
         rows: None for images in memory (N = M). For images that are mapped from a file, and may be larger than
             memory: int64 (N,), which of them belong to the split, in order.
@@ -111,9 +113,11 @@ class ArraySplit:
     _near: Tensor = field(init=False, repr=False)  # the labels where the images are
 
     def __post_init__(self) -> None:
-        if self.images.ndim != 4:
-            raise InputError(f"images must have shape (N, C, H, W), got {tuple(self.images.shape)}")
-        if self.images.dtype != torch.uint8 and not self.images.is_floating_point():
+        tokens = self.images.dtype in (torch.int32, torch.int64)
+        if self.images.ndim != 4 and not (tokens and self.images.ndim == 2):
+            raise InputError("images must have shape (N, C, H, W), and token numbers of texts (N, L), "
+                             f"got {tuple(self.images.shape)}")  # fmt: skip
+        if self.images.ndim == 4 and self.images.dtype != torch.uint8 and not self.images.is_floating_point():
             raise InputError(f"images must be uint8 or float, got {self.images.dtype}")
         labels = self.labels
         if labels is not None:
@@ -129,10 +133,9 @@ class ArraySplit:
         return len(self.images if self.rows is None else self.rows)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of one image."""
-        _, channels, height, width = self.images.shape
-        return channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of one image, or the length of one text."""
+        return tuple(self.images.shape[1:])
 
     def to(self, device: torch.device | str) -> ArraySplit:
         """Return the split with its images in the memory of ``device``, where batches are then indexed."""
@@ -188,7 +191,7 @@ class FolderSplit:
         return len(self.files)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Channels, height and width of one image."""
         return 3, self.size, self.size
 

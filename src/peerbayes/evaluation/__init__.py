@@ -1,4 +1,4 @@
-"""Pure functions of predictions and labels, and of the results of several seeds."""
+"""Pure functions of predictions and labels, of the loss around trained weights, and of the results of several seeds."""
 
 from peerbayes.evaluation.calibration import (
     Reliability,
@@ -8,7 +8,8 @@ from peerbayes.evaluation.calibration import (
     reliability,
     temper,
 )
-from peerbayes.evaluation.diversity import disagreement_rate, pairwise_diversity
+from peerbayes.evaluation.diversity import disagreement_rate, pairwise_diversity, probability_variance
+from peerbayes.evaluation.flatness import directions, loss_along, sharpness
 from peerbayes.evaluation.metrics import (
     accuracy,
     brier,
@@ -31,16 +32,20 @@ __all__ = [
     "aurc",
     "auroc",
     "brier",
+    "directions",
     "disagreement_rate",
     "ece",
     "fit_temperature",
     "fpr_at_tpr",
+    "loss_along",
     "nll",
     "nll_from_log",
     "paired_difference",
     "pairwise_diversity",
+    "probability_variance",
     "reliability",
     "retention_curve",
+    "sharpness",
     "soft_cross_entropy",
     "soft_cross_entropy_from_log",
     "summarise",

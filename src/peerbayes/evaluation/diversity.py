@@ -39,6 +39,17 @@ def disagreement_rate(log_probabilities: Tensor) -> float:
     return 1 - float(agreeing.mean())
 
 
+def probability_variance(log_probabilities: Tensor) -> float:
+    """Return the mean over images of ``Σ_c Var_i[p_ic]``, the variance over peers i with divisor M − 1.
+
+    0 where all peers agree; 1 for two that are sure of different classes.
+
+    Args:
+        log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+    """
+    return float(_checked_peers(log_probabilities).exp().var(0).sum(-1).mean())
+
+
 def _checked_peers(log_probabilities: Tensor) -> Tensor:
     log_p = checked_log_probabilities(log_probabilities, 3)
     if len(log_p) < 2:

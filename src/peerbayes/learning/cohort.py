@@ -99,7 +99,7 @@ class Cohort:
         autocast: the type that networks compute in; None for float32. Terms and weights stay in float32.
         world: the processes that share a batch.
         synchronise: terms that compare the images of a batch see those of all processes.
-        look: called with the names of figures and the figures, before they lead to an update.
+        look: called with the names of figures and the figures, means over the processes, before they lead to an update.
     """
 
     def __init__(
@@ -168,8 +168,11 @@ class Cohort:
     def _together(self, batch: terms.Batch) -> Tensor:
         total, figures = self.figures(self.state.terms, batch, list(self.peers))
         total.backward()
+        first, *others = self.peers
+        self._average(first, figures)
+        for name in others:
+            self._average(name)
         self.look(self.keys, figures)
-        self._average(self.peers)
         self._finish_shared()
         with self._forked():
             for name in self.peers:
@@ -184,8 +187,8 @@ class Cohort:
         for name in self.peers:
             total, figures = self.figures(self.state.terms, batch, [name])
             total.backward()
+            self._average(name, figures)
             self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
-            self._average([name])
             self.state.update([name])
             parts.append(figures)
             with torch.no_grad(), kept_buffers(self.peers[name]):
@@ -196,12 +199,12 @@ class Cohort:
 
     def _finish_shared(self) -> None:
         self.state.average_shared_gradients(len(self.peers))
-        self._average([SHARED])
+        self._average(SHARED)
 
-    def _average(self, owners: Iterable[str]) -> None:
+    def _average(self, owner: str, *figures: Tensor) -> None:
+        # Figures travel with a gradient: what is not finite in one process is so in all, and all give up together.
         if self.world.size > 1:
-            for owner in owners:
-                self.world.average(self.state.gradients(owner))
+            self.world.average([*self.state.gradients(owner), *figures])
 
     def forward(self, clock: Clock) -> terms.Batch:
         """Return what all peers make of a batch."""
@@ -225,7 +228,8 @@ class Cohort:
         posterior.train()
         address = Address(self.seed, name, "step", clock.step)
         if not isinstance(clock.step, Tensor):
-            set_global_seed(address.sub("network"))  # dropout and the like
+            # Dropout and the like; processes see different images, so they drop different units.
+            set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
         with self._own_stream(name):
             begin = noise.start(address, self.device)
             logits, features, flat, std = self.run_peer(posterior, images, begin, self.layers, self.autocast)
@@ -251,7 +255,10 @@ class Cohort:
     # ---- what the terms contribute ------------------------------------------------------------------------------
 
     def term_norms(self, clock: Clock) -> Tensor:
-        """Return ‖∇ term‖ and the term's value, (peers, terms, 2), at this step; nothing else changes."""
+        """Return ‖∇ term‖ and the term's value, (peers, terms, 2), at this step; nothing else changes.
+
+        With many processes: the norm of the gradient's mean over them, which is what an update is made of.
+        """
         with self.plain(), contextlib.ExitStack() as stack:
             for posterior in self.peers.values():
                 stack.enter_context(kept_buffers(posterior))
@@ -260,9 +267,21 @@ class Cohort:
             for name, posterior in self.peers.items():
                 values = [term.value(batch, name, options) for term, options in self.state.terms]
                 parameters = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
+                if self.world.size > 1:
+                    found.append(torch.stack([self._global_norm(value, parameters) for value in values]))
+                    continue
                 norms = gradient_norms(values, parameters)
                 found.append(torch.stack([norms, torch.stack([v.detach().float() for v in values])], -1))
             return torch.stack(found)
+
+    def _global_norm(self, value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """Return ‖mean ∇ value‖ and the mean of the value over the processes, shape (2,)."""
+        parts: Sequence[Tensor] = ()
+        if value.requires_grad:
+            parts = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+        flat = torch.cat([part.detach().flatten().float() for part in (*parts, value)])
+        self.world.average([flat])
+        return torch.stack([flat[:-1].square().sum().sqrt(), flat[-1]])
 
 
 @contextlib.contextmanager

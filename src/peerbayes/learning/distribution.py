@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
@@ -28,6 +28,8 @@ from peerbayes.errors import InputError, nearest
 
 # The first process may write and judge for a while before the others hear of it again.
 TIMEOUT = timedelta(minutes=30)
+# How long a process that can't go on waits for the first one to say why, and then for torchrun to end it.
+PATIENCE = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,14 @@ class World:
         found = torch.tensor([int(flag)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found.item())
+
+    def same(self, number: int) -> bool:
+        """Return whether all processes have this number; all have to ask."""
+        if self.size == 1:
+            return True
+        most = torch.tensor([number, -number])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most.sum()) == 0
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -131,6 +141,9 @@ ALONE = World(0, 1)
 def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) -> Iterator[World]:
     """Join the processes that torchrun has started, for the block; yields `ALONE` where it has started none.
 
+    A sentence for the user (`InputError`, `TrainingError`) that ends the block in any process is raised in one of them,
+    the first if it can; the others leave by `SystemExit`. What was wrong before training began is not tried again.
+
     Args:
         device: ``cpu`` (gloo), ``cuda`` (NCCL), or ``auto``: a GPU where there is one.
         timeout: how long a process waits for another. One that was killed is noticed at once over gloo, unless its
@@ -146,7 +159,7 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
     # Flags travel over gloo in any case: asking for one must not wait for a GPU.
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     try:
-        store = _store_of_this_life(world, timeout)
+        kept, store = _store_of_this_life(world, timeout)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -154,9 +167,15 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
         raise InputError(f"process {world.rank} can't join the others at {where}: {why}") from error
     try:
         yield world
-    except BaseException:
+    except BaseException as error:
+        if _is_sentence(error):
+            with suppress(RuntimeError):
+                store.set("failed", str(error))
+                if isinstance(error, InputError) and not world._flats:
+                    kept.set("refused", "")
         # Others may be gone: a group that is destroyed in good order could wait for them.
         dist.distributed_c10d._abort_process_group()
+        _leave_with_one_voice(world, store, error)
         raise
     dist.destroy_process_group()
 
@@ -170,12 +189,42 @@ def restarted() -> bool:
     return name in os.environ and _number(os.environ, name) > 0
 
 
-def _store_of_this_life(world: World, timeout: timedelta) -> Any:
+def _is_sentence(error: BaseException) -> bool:
+    return isinstance(error, InputError) or type(error).__name__ == "TrainingError"  # by name: it imports this file
+
+
+def _leave_with_one_voice(world: World, store: Any, error: BaseException) -> None:
+    """Raise what this process should leave with instead of the error; return if that is the error itself."""
+    with suppress(dist.DistError):
+        if not _is_sentence(error):
+            # Where another process has given up, a lost connection is what comes of it.
+            if not isinstance(error, RuntimeError) or not store.check(["failed"]):
+                return
+            error = InputError(store.get("failed").decode())
+        heard = False
+        if not world.is_first:
+            with suppress(dist.DistStoreError):
+                store.wait(["spoken"], PATIENCE)
+                heard = True
+        if not heard and store.add("spoken", 1) == 1:
+            if world.is_first:  # the store may be in this process, and go with it
+                with suppress(dist.DistError):
+                    store.wait([f"heard/{rank}" for rank in range(1, world.size)], PATIENCE)
+            raise error
+        store.set(f"heard/{world.rank}", "")
+        time.sleep(PATIENCE.total_seconds())  # torchrun ends all when one leaves, and the first has to speak before
+        raise SystemExit(2 if isinstance(error, InputError) else 1)
+
+
+def _store_of_this_life(world: World, timeout: timedelta) -> tuple[Any, Any]:
     # torchrun keeps one store over all restarts, where a new process would find the addresses of dead ones, and its
     # count of restarts differs between nodes. So every process thinks of a name and asks under it; the first process
     # answers with its own, which is the name of this life. Questions that dead processes have left do no harm.
     store = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]  # type: ignore[attr-defined]
     store.set_timeout(timeout)
+    kept = dist.PrefixStore("peerbayes", store)  # type: ignore[attr-defined]
+    if kept.check(["refused"]):
+        raise SystemExit(2)
     life = own = uuid.uuid4().hex
     if world.is_first:
         _answer(store, own, set(range(1, world.size)), timeout)
@@ -183,7 +232,7 @@ def _store_of_this_life(world: World, timeout: timedelta) -> Any:
         store.set(f"peerbayes/asks/{world.rank}", own)
         life = store.get(f"peerbayes/answer/{own}").decode()
         store.set(f"peerbayes/{life}/heard/{world.rank}", "")
-    return dist.PrefixStore(f"peerbayes/{life}", store)  # type: ignore[attr-defined]
+    return kept, dist.PrefixStore(life, kept)  # type: ignore[attr-defined]
 
 
 def _answer(store: Any, life: str, deaf: set[int], timeout: timedelta) -> None:

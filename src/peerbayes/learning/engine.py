@@ -70,6 +70,11 @@ class Compiled(Eager):
         set_global_seed(Address(self.cohort.seed, "network", "step", step))  # dropout and the like
         super().step(step, stage_step)
 
+    def term_norms(self, step: int, stage_step: int) -> Tensor:
+        """Return what `Cohort.term_norms` does."""
+        set_global_seed(Address(self.cohort.seed, "network", "step", step))
+        return super().term_norms(step, stage_step)
+
     def _clock(self, step: int, stage_step: int) -> Clock:
         # Numbers would be compiled in.
         device = self.cohort.device
@@ -99,11 +104,16 @@ class Captured(Compiled):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.norms_graph: torch.cuda.CUDAGraph | None = None
         self.alone = False
+        self.used = self.stream  # where the last step was
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """On the cohort's own stream; on the common one where torch's global generator is used, which has one state."""
-        with contextlib.nullcontext() if self.alone else torch.cuda.stream(self.stream):
+        stream = torch.cuda.current_stream(self.cohort.device) if self.alone else self.stream
+        if stream != self.used:
+            stream.wait_stream(self.used)
+            self.used = stream
+        with torch.cuda.stream(stream):
             yield
 
     def begin_stage(self, step: int, stage_step: int) -> None:
@@ -115,8 +125,8 @@ class Captured(Compiled):
         generator = torch.cuda.default_generators[device.index or 0]
         self.stream.wait_stream(torch.cuda.current_stream(device))
         offset = generator.get_offset()
-        with _tried_kernels(cohort.autocast is not None):
-            with _kept_state(cohort), torch.cuda.stream(self.stream), _quiet():
+        with _tried_kernels(cohort.autocast is not None), _kept_state(cohort):
+            with torch.cuda.stream(self.stream), _quiet():
                 self._set(step, stage_step)
                 for _ in range(WARM_UP):
                     self._step()
@@ -138,6 +148,8 @@ class Captured(Compiled):
         if self.norms_graph is None:
             super().term_norms(step, stage_step)
             self.norms_graph, self.norms = self._capture(lambda: self.cohort.term_norms(self._device_clock()))
+        if self.alone:
+            set_global_seed(Address(self.cohort.seed, "network", "step", step))
         self.norms_graph.replay()
         norms: Tensor = self.norms
         return norms
@@ -211,10 +223,14 @@ def _quiet() -> Iterator[None]:
 def _kept_state(cohort: Cohort) -> Iterator[None]:
     """Put weights, statistics, helpers, moments and sums back in place after the block."""
     before = {id(t): (t, t.clone()) for t in cohort.tensors()}
-    yield
-    with torch.no_grad():
-        for tensor in cohort.tensors():
-            if id(tensor) in before:
-                tensor.copy_(before[id(tensor)][1])
-            else:
-                tensor.zero_()  # moments that the warm-up has made
+    try:
+        yield
+    finally:
+        for optimizer in cohort.state.optimizers.values():
+            optimizer.zero_grad()  # of a step that has failed halfway
+        with torch.no_grad():
+            for tensor in cohort.tensors():
+                if id(tensor) in before:
+                    tensor.copy_(before[id(tensor)][1])
+                else:
+                    tensor.zero_()  # moments that the warm-up has made

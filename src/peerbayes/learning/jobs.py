@@ -144,7 +144,8 @@ def fit(
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name = seed, name
-    job, reporter = Job(found, Path(run), seed), reporter or Reporter()
+    job = Job(found, Path(run), seed)
+    reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
     _refuse_occupied(job, resume)
     if not _is_finished(job, reporter):
         session = _Session(job, dict(peers), loaded, resume, reporter, settings)
@@ -193,7 +194,8 @@ def train_jobs(
             others have ended.
         how: see `How`.
     """
-    settings, reporter = How(**how), reporter or Reporter()
+    settings = How(**how)
+    reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
     jobs = [replace(job, recipe=_with_full_path(job.recipe)) for job in jobs]
     for place, job in enumerate(jobs):
         if any(job.folder.resolve() == other.folder.resolve() for other in jobs[:place]):
@@ -259,14 +261,17 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
     source = _source(peer, recipe, seed, runs)
     if isinstance(source, Job):
         source = _only_weights(Run(source.folder), peer)
+    inputs, start = network_inputs(loaded), source
     with seeded(Address(seed, peer.name, "initial")):
-        network = networks.build(peer.network, network_inputs(loaded))
+        network = networks.build(peer.network, inputs)
+        if isinstance(source, Path):
+            start = networks.starting_point(peer.network, inputs, source)
     options = peer.posterior.model_dump(exclude={"kind"})
     if peer.posterior.kind == "point":
-        point = Point(network, start_from=source).to(device)
+        point = Point(network, start_from=start).to(device)
         point.seed, point.name = seed, peer.name
         return point
-    return MeanField(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
+    return MeanField(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
 
 
 def _peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
@@ -331,7 +336,7 @@ def _train_sources(
         unsourced = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
         trial = replace(job, recipe=job.recipe.model_copy(update={"peers": unsourced}))
         data = loaded(job.recipe)
-        Learner(trial.recipe, _peers(trial, data, device), data, job.seed, engine="eager").feed.close()
+        Learner(trial.recipe, _peers(trial, data, device), data, job.seed, engine="eager", world=how.world).feed.close()
     for source in sources.values():
         reporter.headline(f"{source.recipe.name}: training it first, into {source.folder}")
     train_jobs(list(sources.values()), resume=True, reporter=reporter, **how.__dict__)
@@ -343,6 +348,17 @@ def _is_trained(folder: Path) -> bool:
 
 
 # ---- one run folder -------------------------------------------------------------------------------------------------
+
+
+class _Mute(Reporter):
+    """Of a process that is not the first, which says the same."""
+
+    def warn(self, text: str) -> None:
+        """Say nothing."""
+
+    def beside(self, label: str) -> Reporter:  # noqa: ARG002
+        """Return itself."""
+        return self
 
 
 class _Session:
@@ -360,7 +376,7 @@ class _Session:
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
-        self.reporter = reporter if self.world.is_first else Reporter()
+        self.reporter = reporter
         self.device = next(iter(peers.values())).device
         self.log = _MetricsLog(self.folder / "metrics.jsonl")
         self.learner = Learner(
@@ -426,7 +442,9 @@ class _Session:
 
 
 def _train_wave(sessions: Sequence[_Session], world: World) -> dict[int, TrainingError]:
-    world.barrier()  # nobody writes before everybody has looked
+    for session in sessions:  # nobody writes before everybody has looked
+        if not world.same(session.learner.position.step):
+            raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")
     with contextlib.ExitStack() as stack:
         for session in sessions:
             stack.enter_context(session.opened())

@@ -29,7 +29,7 @@ from peerbayes.learning.stages import StageState, learning_rate
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights, predict_split
 
-VALIDATION_DRAWS = 4
+DRAWS_A_LOOK = 4  # draws of a prediction at the end of an epoch
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
 
@@ -151,6 +151,7 @@ class Learner:
         started = time.monotonic() - position.seconds
         if position.stage_step < total:
             self._begin_engine()
+            yield  # it may have given way to another one, which runs on another stream
         while position.stage_step < total:
             self.step()
             position.seconds = time.monotonic() - started
@@ -194,6 +195,8 @@ class Learner:
                 raise
             why = str(error).strip().splitlines()[0]
             self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.cohort.go_plain()
             self.engine = Eager(self.cohort, self.steps_per_epoch)
 
@@ -252,7 +255,7 @@ class Learner:
             line["train_accuracy"] = line.pop("train")["accuracy"]
             if name in position.shares:
                 line["gradient_share"] = position.shares[name]
-            line |= self._validate(name)
+            line |= self._judge(name)
         position.sums = {}
         line = {
             "stage": position.stage + 1,
@@ -266,19 +269,27 @@ class Learner:
             self._log(line)
         self.reporter.epoch(line)
 
-    def _validate(self, peer: str) -> dict[str, float]:
-        split = self.data.validation
-        if split is None or not self.world.is_first:
-            return {}
-        log_p, labels = predict_split(self.peers[peer], split, VALIDATION_DRAWS, seed=self.seed, name=peer)[:2]
-        return {
-            "valid_accuracy": evaluation.accuracy(log_p.exp(), labels),
-            "valid_nll": evaluation.nll_from_log(log_p, labels),
-        }
+    def _judge(self, peer: str) -> dict[str, float]:
+        """Return accuracy and NLL on the validation split and, where that is asked for, on the test split."""
+        splits = {"valid": self.data.validation, "test": self.data.test if self._tests_now else None}
+        found = {}
+        for kind, split in splits.items():
+            if split is None or not self.world.is_first:
+                continue
+            log_p, labels = predict_split(self.peers[peer], split, DRAWS_A_LOOK, seed=self.seed, name=peer)[:2]
+            found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
+            found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
+        return found
+
+    @property
+    def _tests_now(self) -> bool:
+        options = self.recipe.evaluation
+        epoch = self.position.step // self.steps_per_epoch
+        due = options.test_every > 0 and epoch % options.test_every == 0
+        return due or epoch > self.recipe.epochs - options.last_epochs
 
     def _pull_sums(self) -> None:
-        # The sums stay on the device until somebody has to see them, and with their process until then too.
-        self.world.average([self.cohort.sums])
+        # The sums, of means over the processes, stay on the device until somebody has to see them.
         for posterior in self.peers.values():
             self.world.mean_buffers(posterior.network)
         sums = self.cohort.sums.cpu()
@@ -395,7 +406,8 @@ def run_together(
     errors: dict[int, TrainingError] = {}
     with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
         running = {place: learner.steps() for place, learner in enumerate(learners)}
-        for steps in running.values():
+        for learner, steps in zip(learners, running.values(), strict=True):
+            stack.callback(learner.feed.close)  # also of one that never began
             stack.callback(steps.close)  # type: ignore[attr-defined]
         while running:
             for place in list(running):

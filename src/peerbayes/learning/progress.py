@@ -102,7 +102,7 @@ class _Board:
         """Start a bar."""
         if self._progress is None:
             self._progress = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[figures]}", markup=False),

@@ -122,7 +122,7 @@ def network_inputs(loaded: Dataset) -> networks.Inputs:
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
     """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``."""
-    return runs / f"{Path(recipe_name).with_suffix('').as_posix().strip('/').replace('/', '-')}-seed{seed}"
+    return runs / f"{Path(recipe_name.removesuffix('.toml')).as_posix().strip('/').replace('/', '-')}-seed{seed}"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
 
 
 def _slug(recipe: str | Path) -> str:
-    return Path(recipe).with_suffix("").as_posix().strip("/").replace("/", "-")
+    return Path(str(recipe).removesuffix(".toml")).as_posix().strip("/").replace("/", "-")
 
 
 @dataclass

@@ -1,18 +1,26 @@
-"""Networks: any `torch.nn.Module` from images in [0, 1] to logits."""
+"""Networks: any `torch.nn.Module` from images in [0, 1], or token numbers, to logits."""
 
-from peerbayes.networks import mlp, resnet
+from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer
-from peerbayes.networks.registry import Inputs, Normalize, Normalized, build, names, network
+from peerbayes.networks.pretrained import starting_point
+from peerbayes.networks.registry import Inputs, Normalize, Normalized, WordVectors, build, names, network
 
 __all__ = [
     "Inputs",
     "Normalize",
     "Normalized",
+    "WordVectors",
     "build",
     "capture",
     "find_layer",
+    "googlenet",
     "mlp",
     "names",
     "network",
+    "projection_resnet",
     "resnet",
+    "starting_point",
+    "text",
+    "vgg",
+    "wide_resnet",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,38 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError, nearest
 
 
+class WordVectors(NamedTuple):
+    """Vectors that an embedding starts from: token numbers int64 (K,), and their vectors float32 (K, dimension)."""
+
+    tokens: Tensor
+    vectors: Tensor
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What a network must know of the data: classes, (channels, height, width), mean and std by channel in [0, 1]."""
+    """What a network must know of the data.
+
+    Args:
+        classes: number of classes.
+        shape: (channels, height, width) of an image, or (length,) of a text.
+        mean: by channel, of images in [0, 1]; empty for texts.
+        std: as ``mean``.
+        tokens: for texts: all token numbers are below it. 0 for images.
+        dimension: for texts: of the word vectors to start from. 0 without them.
+        vectors: for texts: what the embedding starts from; not part of a network's description.
+    """
 
     classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    tokens: int = 0
+    dimension: int = 0
+    vectors: WordVectors | None = field(default=None, repr=False, compare=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what rebuilds the network, as JSON-ready values: everything but the vectors."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "vectors"}
 
 
 Builder = Callable[[Inputs], nn.Module]
@@ -32,6 +57,14 @@ def network(builder: Builder) -> Builder:
     return builder
 
 
+def _require_images(inputs: Inputs) -> None:
+    if inputs.tokens:
+        raise InputError("the network is for images, but the data are texts")
+    if not len(inputs.mean) == len(inputs.std) == inputs.shape[0]:
+        statistics = f"{len(inputs.mean)} means and {len(inputs.std)} standard deviations"
+        raise InputError(f"images have {inputs.shape[0]} channels, but there are {statistics} by channel")
+
+
 class Normalize(nn.Module):
     """(x − mean) / std by channel, for images in [0, 1]."""
 
@@ -40,6 +73,7 @@ class Normalize(nn.Module):
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
+        _require_images(inputs)
         self.register_buffer("mean", torch.tensor(inputs.mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(inputs.std).view(1, -1, 1, 1))
 
@@ -60,15 +94,31 @@ class Normalized(nn.Module):
         return logits
 
 
-def _from_timm(name: str, inputs: Inputs) -> nn.Module:
+def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
+    """Build timm's network NAME for these classes, channels and, where it depends on it, image size.
+
+    Nothing is downloaded. One empty image is sent through, so that a size it can't take is known at once.
+    """
     try:
         import timm
     except ImportError:
         raise InputError(f"network 'timm/{name}' needs timm: pip install 'peerbayes[zoo]'") from None
+    _require_images(inputs)
     if not timm.is_model(name):
         raise InputError(f"timm has no network '{name}'{_close(name, timm.list_models())}")
-    inner = timm.create_model(name, num_classes=inputs.classes, in_chans=inputs.shape[0])
-    return Normalized(inner, inputs)
+    about = timm.get_pretrained_cfg(name)
+    if about is not None and about.fixed_input_size:
+        options["img_size"] = inputs.shape[1:]
+    try:
+        built: nn.Module = timm.create_model(name, num_classes=inputs.classes, in_chans=inputs.shape[0], **options)
+        with torch.no_grad():
+            logits = built.eval()(torch.zeros(1, *inputs.shape))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        sides, reason = "×".join(map(str, inputs.shape[1:])), " ".join(str(error).split())
+        raise InputError(f"network 'timm/{name}' can't be built for images of {sides} pixels: {reason}") from None
+    if not isinstance(logits, Tensor) or logits.shape != (1, inputs.classes):
+        raise InputError(f"network 'timm/{name}' does not return a row of {inputs.classes} logits for an image")
+    return built.train()
 
 
 def _close(name: str, known: list[str]) -> str:
@@ -91,9 +141,9 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
 
 
 def build(name: str, inputs: Inputs) -> nn.Module:
-    """Build a network: ``resnet20``, ``timm/resnet18`` or ``package.module:function``."""
+    """Build a network: ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``."""
     if name.startswith("timm/"):
-        return _from_timm(name.removeprefix("timm/"), inputs)
+        return Normalized(timm_network(name.removeprefix("timm/"), inputs), inputs)
     if ":" in name:
         return _from_user(name, inputs)
     if name not in _NETWORKS:

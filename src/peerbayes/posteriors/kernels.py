@@ -27,10 +27,18 @@ class FusedConv(nn.Module):
         weight, bias = self.weight, self.bias
         assert isinstance(weight, Tensor)
         assert isinstance(bias, Tensor)
-        x = x.to(weight.dtype).contiguous(memory_format=torch.channels_last)
+        x, bias = x.to(weight.dtype), bias.to(weight.dtype)
+        if x.dim() != 4 or not (residual is None or self._fits(x, weight, residual)):
+            # What is added is no image of the result's shape: a number, say, or a shift by channel.
+            return (F.conv2d(x, weight, bias, self.stride, self.padding) + (0 if residual is None else residual)).relu()
+        x = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = residual.to(weight.dtype).contiguous(memory_format=torch.channels_last)
-        return conv_relu(x, weight, bias.to(weight.dtype), self.stride, self.padding, residual)
+        return conv_relu(x, weight, bias, self.stride, self.padding, residual)
+
+    def _fits(self, x: Tensor, weight: Tensor, residual: Any) -> bool:
+        shape = (len(x), len(weight), *_sides(x, weight, self.stride, self.padding))
+        return isinstance(residual, Tensor) and residual.shape == shape
 
 
 def can_fuse(module: nn.Module) -> bool:
@@ -70,19 +78,25 @@ def conv_relu(
 def _launch(x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, residual: Tensor | None) -> Tensor:
     count, channels, height, width = x.shape
     out, _, rows, columns = weight.shape
-    tall = (height + 2 * padding[0] - rows) // stride[0] + 1
-    wide = (width + 2 * padding[1] - columns) // stride[1] + 1
+    tall, wide = _sides(x, weight, stride, padding)
     result = torch.empty((count, out, tall, wide), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     total, terms = count * tall * wide, rows * columns * channels
     block, by_tap = 256 if out <= 16 else 128, terms > 64
-    _small_conv()[(-(-total // block),)](
-        x, weight, bias, result if residual is None else residual, result, total, height, width, tall, wide,
-        CHANNELS=channels, OUT=out, OUT_PADDED=_power(out), ROWS=rows, COLUMNS=columns,
-        STRIDE_Y=stride[0], STRIDE_X=stride[1], PAD_Y=padding[0], PAD_X=padding[1],
-        TERMS=16 if by_tap else _power(terms), BY_TAP=by_tap, RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=4, num_stages=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever its arguments are on
+        _small_conv()[(-(-total // block),)](
+            x, weight, bias, result if residual is None else residual, result, total, height, width, tall, wide,
+            CHANNELS=channels, OUT=out, OUT_PADDED=_power(out), ROWS=rows, COLUMNS=columns,
+            STRIDE_Y=stride[0], STRIDE_X=stride[1], PAD_Y=padding[0], PAD_X=padding[1],
+            TERMS=16 if by_tap else _power(terms), BY_TAP=by_tap, RESIDUAL=residual is not None, BLOCK=block,
+            num_warps=4, num_stages=4,
+        )  # fmt: skip
     return result
+
+
+def _sides(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> tuple[int, int]:
+    tall = (x.shape[2] + 2 * padding[0] - weight.shape[2]) // stride[0] + 1
+    wide = (x.shape[3] + 2 * padding[1] - weight.shape[3]) // stride[1] + 1
+    return tall, wide
 
 
 def _power(number: int) -> int:

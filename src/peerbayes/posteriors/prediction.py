@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -193,25 +194,22 @@ def _passes(
     posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, half: torch.dtype | None
 ) -> Iterator[Tensor]:
     """Yield log-probabilities (S', N, C) of one draw after another, or of many at once."""
-    device = posterior.device
+    device, first = posterior.device, 0
     together = _draws_at_once(posterior, images, draws)
     if together > 1:
-        network = Folded(posterior)
-        images = images.to(device)
-        with torch.autocast(device.type, half, enabled=half is not None):
-            for numbers in torch.arange(draws).split(together):
-                flats = torch.stack([posterior.draw(address.at(number)).flat for number in numbers.tolist()])
-                try:
-                    logits = torch.vmap(functools.partial(network, images))(flats)
-                except (RuntimeError, NotImplementedError) as error:
-                    if isinstance(error, torch.OutOfMemoryError) or int(numbers[0]):
-                        raise
-                    break  # a network that can't be vectorised
-                yield logits.float().log_softmax(-1)
-            else:
-                return
+        network, whole = Folded(posterior), images.to(device)
+        for numbers in torch.arange(draws).split(together):
+            flats = torch.stack([posterior.draw(address.at(number)).flat for number in numbers.tolist()])
+            try:
+                with torch.autocast(device.type, half, enabled=half is not None), warnings.catch_warnings():
+                    warnings.filterwarnings("error", "There is a performance drop", UserWarning)
+                    logits = torch.vmap(functools.partial(network, whole))(flats)
+            except (RuntimeError, NotImplementedError, UserWarning):
+                break  # a network that can't be vectorised, or memory that is too small for it
+            yield logits.float().log_softmax(-1)
+            first += len(numbers)
     network = Folded(posterior, half)
-    for number in range(draws):
+    for number in range(first, draws):
         flat = posterior.draw(address.at(number)).flat
         parts = [network(part.to(device), flat).float().log_softmax(-1) for part in images.split(batch_size)]
         yield torch.cat(parts)[None]

@@ -1,5 +1,6 @@
 """Reporting: records, tables with spread, figures and the report page."""
 
+from peerbayes.reporting.curves import write_figure
 from peerbayes.reporting.figures import write_sweep_figure
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
 from peerbayes.reporting.report import report_page
@@ -14,6 +15,7 @@ __all__ = [
     "rows",
     "sweep_table",
     "text_table",
+    "write_figure",
     "write_record",
     "write_sweep_figure",
 ]

@@ -12,6 +12,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogFormatter
+from numpy.typing import NDArray
 
 from peerbayes.learning import Sweep
 from peerbayes.learning.space import Axis, setting_title, shown
@@ -193,27 +195,34 @@ def _heat_map(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     down, across = sweep.axes
     label, scale = _objective(sweep)
     means = np.full((len(down.values), len(across.values)), np.nan)
+    best = (0, 0)
     for row in rows:
         place = down.values.index(row["setting"][down.key]), across.values.index(row["setting"][across.key])
         means[place] = row["value"] * scale
-        if row["rank"] == 1:
-            corner = place[1] - 0.5, place[0] - 0.5
-            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, zorder=3))
-    # Bright is good, whichever way the objective goes.
-    picture = axes.imshow(means, cmap="cividis" if sweep.objective == "accuracy" else "cividis_r", aspect="auto")
-    for (y, x), mean in np.ndenumerate(means):
-        if np.isfinite(mean):
-            red, green, blue, _ = picture.cmap(picture.norm(mean))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-            text = f"{mean:.2f}" if scale == 100 else f"{mean:.3f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axes.grid(visible=False)
+        best = place if row["rank"] == 1 else best
+    picture = draw_heat_map(axes, means, best, digits=2 if scale == 100 else 3, high=sweep.objective == "accuracy")
     axes.set_xticks(range(len(across.values)), [shown(value) for value in across.values])
     axes.set_yticks(range(len(down.values)), [shown(value) for value in down.values])
     axes.set_xlabel(across.key)
     axes.set_ylabel(down.key)
     figure.colorbar(picture, label=label)
     return figure
+
+
+def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], *, digits: int, high: bool) -> Any:
+    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good."""
+    corner = best[1] - 0.5, best[0] - 0.5
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, zorder=3))
+    # Bright is good, whichever way the figure goes.
+    picture = axes.imshow(means, cmap="cividis" if high else "cividis_r", aspect="auto")
+    for (y, x), mean in np.ndenumerate(means):
+        if np.isfinite(mean):
+            red, green, blue, _ = picture.cmap(picture.norm(mean))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            colour = "white" if dark else "black"
+            axes.text(x, y, f"{mean:.{digits}f}", ha="center", va="center", fontsize=8, color=colour)
+    axes.grid(visible=False)
+    return picture
 
 
 def _ranking(sweep: Sweep, rows: Sequence[Record]) -> Figure:
@@ -224,3 +233,80 @@ def _ranking(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel(_objective(sweep)[0])
     return figure
+
+
+def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
+    """Draw a benchmark's record beside its JSON file; return the picture's path."""
+    picture = path.with_suffix(".png")
+    storage.write_bytes(picture, png(bench_figure(record)))
+    return picture
+
+
+def bench_figure(record: Mapping[str, Any]) -> Figure:
+    """Epoch time by engine, ratios, and growth with networks, peers, draws and images; what is missing is left out."""
+    found, batch = record["figures"], record["settings"]["batch"]
+    packed = found["packed3_epoch_s"]
+    engines = {
+        "eager": found["eager_pair_epoch_s"],
+        "compiled": found["compiled_pair_epoch_s"],
+        record["settings"]["engine"]: found["pair_epoch_s"],
+        "3 packed, each": None if packed is None else packed / 3,
+        "point pair": found["deterministic_pair_epoch_s"],
+    }
+    ratios = {
+        "Bayesian / point pair": found["bayesian_over_deterministic"],
+        "bayesian-torch / ours": found["speedup_single"],
+        "bayesian-torch / packed": found["speedup_packed"],
+    }
+    figure = Figure(figsize=(12.6, 6.6), dpi=120, layout="constrained")
+    figure.suptitle(f"{record['hardware']}, torch {record['versions']['torch']}, batch {batch}", fontsize=9)
+    _bars(_panel(figure, 1), engines, "epoch of a pair (s)", COLOURS[0])
+    _bars(_panel(figure, 2), ratios, "ratio of times", COLOURS[2])
+    growth = found["growth"]
+    depths = {name.removeprefix("resnet"): value for name, value in growth["network"].items()}
+    _growth(_panel(figure, 3), {"pair": depths}, "layers of the ResNet", "epoch (s)")
+    _growth(_panel(figure, 4), {"cohort": growth["peers"]}, "peers", "epoch (s)")
+    _growth(_panel(figure, 5), {"prediction": growth["draws"]}, "draws", "10,000 images (s)")
+    small = {
+        way: {count: both and both[place] for count, both in growth["small_batch"].items()}
+        for place, way in enumerate(("one draw after another", "draws at once"))
+    }
+    _growth(_panel(figure, 6), small, "images", f"{record['settings']['draws']} draws (ms)")
+    return figure
+
+
+def _panel(figure: Figure, place: int) -> Any:
+    axes = figure.add_subplot(2, 3, place)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    return axes
+
+
+def _bars(axes: Any, values: Mapping[str, float | None], label: str, colour: str) -> None:
+    known = {name: value for name, value in values.items() if value is not None}
+    bars = axes.barh(list(known), list(known.values()), color=colour, height=0.6)
+    axes.bar_label(bars, [f"{value:.3g}" for value in known.values()], padding=3, fontsize=8)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+
+
+def _growth(axes: Any, lines: Mapping[str, Mapping[str, float | None]], label: str, unit: str) -> None:
+    axes.set_xlabel(label)
+    axes.set_ylabel(unit)
+    ticks: set[int] = set()
+    for number, (name, values) in enumerate(lines.items()):
+        known = {int(x): y for x, y in values.items() if y is not None}
+        style = {"linestyle": ("-", "--")[number % 2], "marker": "os"[number % 2], "markersize": 4}
+        axes.plot(list(known), list(known.values()), color=COLOURS[number], label=name, **style)
+        ticks |= set(known)
+    if not ticks:  # nothing was measured, and nothing can't be drawn on a logarithmic scale
+        return
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=8)

@@ -16,6 +16,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
+from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
 
@@ -74,9 +75,12 @@ def evaluate(
         "evaluated_on": environment(where)["hardware"],
         "peers": peers,
     }
-    orders = [stage.terms["mutual"]["alpha"] for stage in run.recipe.stages if "mutual" in stage.terms]
-    if orders:
-        record["alpha"] = orders[-1]
+    mutual = [stage.terms["mutual"] for stage in run.recipe.stages if "mutual" in stage.terms]
+    if mutual:
+        record["alpha"] = mutual[-1]["alpha"]
+    if mutual and len(peers) > 1:
+        record["lessons"] = [lesson.__dict__ for lesson in lessons(mutual[-1], list(run))]
+        record["graph"] = mutual[-1]["graph"] if isinstance(mutual[-1]["graph"], str) else "edges"
     if options.last_epochs:
         record["last_epochs"] = _last_epochs(run, options.last_epochs)
     if len(peers) > 1:
@@ -84,6 +88,7 @@ def evaluate(
         record["cohort"] = {
             "pairwise_diversity": evaluation.pairwise_diversity(stacked),
             "disagreement_rate": evaluation.disagreement_rate(stacked),
+            "probability_variance": evaluation.probability_variance(stacked),
         }
     return record
 

@@ -8,8 +8,9 @@ from importlib import resources
 from typing import Any
 
 import jinja2
+from matplotlib.figure import Figure
 
-from peerbayes.reporting import figures, tables
+from peerbayes.reporting import figures, graph, tables
 from peerbayes.reporting.records import Record
 
 
@@ -21,7 +22,7 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
         ("Reliability: accuracy against confidence.", figures.reliability_figure(records)),
         *((caption, figures.training_figure(lines)) for caption, lines in metrics.items() if lines),
     ]  # fmt: skip
-    pictures = [{"caption": c, "data": base64.b64encode(figures.png(f)).decode()} for c, f in drawn]
+    pictures = [_picture(caption, figure) for caption, figure in drawn] + _graphs(records)
     found = tables.rows(records)
     rows = [
         {**row.__dict__, "first": place == 0 or found[place - 1].method != row.method}
@@ -40,6 +41,25 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
         pictures=pictures,
         provenance=_provenance(records),
     )
+
+
+def _picture(caption: str, figure: Figure, words: str = "") -> dict[str, str]:
+    return {"caption": caption, "words": words or caption, "data": base64.b64encode(figures.png(figure)).decode()}
+
+
+def _graphs(records: Sequence[Record]) -> list[dict[str, str]]:
+    """Return the knowledge graphs of cohorts, each once, with the methods that have it."""
+    methods: dict[str, list[str]] = {}
+    drawn: dict[str, Record] = {}
+    for group in tables.grouped(records).values():
+        if "lessons" in group[0]:
+            words = graph.graph_words(group[0])
+            drawn[words] = group[0]
+            methods.setdefault(words, []).append(tables.title(group[0]["method"]))
+    return [
+        _picture(f"{', '.join(methods[words])}. {graph.graph_caption(record)}", graph.graph_figure(record), words)
+        for words, record in drawn.items()
+    ]
 
 
 def _provenance(records: Sequence[Record]) -> list[str]:

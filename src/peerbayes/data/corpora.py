@@ -1,0 +1,395 @@
+"""Texts with labels from CSV and JSON files, in the layouts that the known text data sets come in.
+
+CSV without a header: a class number from 1 in the first column, then the text, whose columns are joined by a blank (AG
+News, Yahoo! Answers, Yelp). With a header: the class in a column ``label``, ``category``, ``class``, ``class index`` or
+``intent``, the text in ``text``, or in all other columns. A ``classes.txt`` beside the files names the classes, one a
+line. JSON: an object with lists ``train``, ``test`` and ``val`` or ``validation`` of ``[text, label]`` or
+``{"text": ..., "label": ...}``, and perhaps ``classes``.
+
+Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.sources import find
+from peerbayes.errors import InputError
+
+LABELS = ("label", "category", "class", "class index", "intent")
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts with their labels.
+
+    Args:
+        texts: N texts.
+        labels: int64 (N,), or None.
+    """
+
+    texts: Sequence[str]
+    labels: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, index: Tensor) -> Texts:
+        """Return the texts at ``index``, in that order."""
+        chosen = [self.texts[i] for i in index.tolist()]
+        return Texts(chosen, None if self.labels is None else self.labels[index])
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """What a reader found: the splits as stored; see `peerbayes.data.sources.Source`."""
+
+    train: Texts | None
+    test: Texts | None
+    validation: Texts | None = None
+    classes: int = 0
+    class_names: tuple[str, ...] | None = None
+
+
+CorpusReader = Callable[[Path, bool], Corpus]  # (root, whether the training split is wanted)
+CORPORA: dict[str, CorpusReader] = {}
+
+
+def corpus(name: str) -> Callable[[CorpusReader], CorpusReader]:
+    """Register a reader of texts under a name."""
+
+    def register(reader: CorpusReader) -> CorpusReader:
+        CORPORA[name] = reader
+        return reader
+
+    return register
+
+
+# ---- rows of files --------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file that are not blank, with their numbers from 1."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.reader(file, strict=True), start=1):
+                if row:
+                    yield number, row
+    except UnicodeDecodeError:
+        _refuse_encoding(path)
+    except csv.Error as error:
+        raise InputError(f"{path}, row {number + 1}: cannot be read as CSV ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    if not number:
+        raise InputError(f"{path}: the file is empty, expected one row a text")
+
+
+def _refuse_encoding(path: Path) -> NoReturn:
+    # The decoder reads ahead in blocks: the line is looked for again.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                wrong = line[error.start]
+                raise InputError(f"{path}, line {number}: expected UTF-8, found the byte 0x{wrong:02x}") from None
+    raise InputError(f"{path}: expected UTF-8")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    label: int | None
+    texts: tuple[int, ...]
+    width: int
+    numbered: bool  # without a header: class numbers from 1
+
+    @classmethod
+    def of(cls, path: Path, row: Sequence[str], labelled: bool) -> _Columns:
+        """Return what the first row says; unless texts have to be ``labelled``, a column ``text`` will do."""
+        if row[0].strip().isdecimal():
+            if len(row) < 2:
+                raise InputError(f"{path}, row 1: expected a class number and a text, found one column")
+            return cls(0, tuple(range(1, len(row))), len(row), numbered=True)
+        header = [name.strip().lower() for name in row]
+        label = next((header.index(name) for name in LABELS if name in header), None)
+        if label is None and (labelled or "text" not in header):
+            raise InputError(f"{path}, row 1: expected a class number, or a header with a column "
+                             f"{', '.join(map(repr, LABELS[:-1]))} or {LABELS[-1]!r}; "
+                             f"found {', '.join(map(repr, row))[:120]}")  # fmt: skip
+        others = [place for place in range(len(header)) if place != label]
+        texts = [header.index("text")] if "text" in header else others
+        if not texts:
+            raise InputError(f"{path}, row 1: expected a column 'text' beside {row[0]!r}")
+        return cls(label, tuple(texts), len(row), numbered=False)
+
+
+@dataclass
+class _Items:
+    """The texts of one file, or of one list in it, with their labels as they are written."""
+
+    path: Path
+    part: str = ""
+    numbered: bool = False  # class numbers from 1
+    rows: list[int] = field(default_factory=list)
+    labels: list[str | int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, row: int, label: str | int, text: str) -> None:
+        self.rows.append(row)
+        self.labels.append(label)
+        self.texts.append(text)
+
+    def where(self, place: int) -> str:
+        return f"{self.path}, row {self.rows[place]}{self.part}"
+
+
+def _csv_items(path: Path, labelled: bool = True) -> _Items:
+    columns: _Columns | None = None
+    items = _Items(path)
+    for number, row in _rows(path):
+        if columns is None:
+            columns = _Columns.of(path, row, labelled)
+            if not columns.numbered:
+                continue
+        if len(row) != columns.width:
+            raise InputError(f"{path}, row {number}: expected {columns.width} columns as in row 1, found {len(row)}")
+        text = " ".join(row[place] for place in columns.texts)
+        label = "" if columns.label is None else row[columns.label].strip()
+        if columns.numbered:
+            text = text.replace("\\n", "\n")  # as the official files write a new line
+            if not label.isdecimal():
+                raise InputError(f"{path}, row {number}: expected a class number as in row 1, found '{label}'")
+        items.add(number, label, text)
+    if columns is None or not items.rows:
+        raise InputError(f"{path}: expected one row a text, found none")
+    return replace(items, numbered=columns.numbered)
+
+
+def _json_items(path: Path, key: str, listed: Any) -> _Items:
+    if not isinstance(listed, list) or not listed:
+        raise InputError(f"{path}: expected '{key}' as a list of texts with labels")
+    items = _Items(path, f" of '{key}'")
+    for number, entry in enumerate(listed, start=1):
+        pair = (entry.get("text"), entry.get("label")) if isinstance(entry, dict) else entry
+        where = f"{path}, row {number}{items.part}"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InputError(f"{where}: expected [text, label] or an object with 'text' and 'label'")
+        text, label = pair
+        if not isinstance(text, str) or isinstance(label, bool) or not isinstance(label, str | int):
+            raise InputError(f"{where}: expected a text, and a label that is a name or a number")
+        items.add(number, label, text)
+    return items
+
+
+# ---- classes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """How labels are numbered: by name, or by their own numbers less ``first``."""
+
+    count: int
+    names: tuple[str, ...] | None
+    by_name: bool
+    first: int
+
+    @classmethod
+    def of(cls, items: _Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
+        """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
+        found = set(items.labels)
+        numbers = {_number(label) for label in found}
+        if None in numbers or (names is not None and not items.numbered and found <= set(names)):
+            names = names or tuple(sorted(map(str, found)))
+            return cls(len(names), names, by_name=True, first=0)
+        known = {number for number in numbers if number is not None}
+        if first is None:
+            first = 0 if 0 in known else 1
+        count = len(names) if names is not None else max(known) - first + 1
+        absent = next((number for number in range(first, first + count) if number not in known), None)
+        if names is None and absent is not None:
+            raise InputError(f"{items.path}: no text has class {absent}: number the classes without gaps, or name "
+                             "them all (in classes.txt, or under 'classes')")  # fmt: skip
+        return cls(count, names, by_name=False, first=first)
+
+    @property
+    def _expected(self) -> str:
+        if not self.by_name:
+            return f"a class number from {self.first} to {self.first + self.count - 1}"
+        some = ", ".join((self.names or ())[:3]) + (", ..." if self.count > 3 else "")
+        return f"one of the {self.count} classes ({some})"
+
+    def texts(self, items: _Items) -> Texts:
+        """Return items with their class numbers; a label that is none is refused by its row."""
+        places = {name: place for place, name in enumerate(self.names or ())}
+        labels = []
+        for place, label in enumerate(items.labels):
+            number = places.get(str(label)) if self.by_name else _number(label)
+            if number is None or not 0 <= number - self.first < self.count:
+                raise InputError(f"{items.where(place)}: expected {self._expected}, found '{label}'")
+            labels.append(number - self.first)
+        return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
+
+
+def _number(label: str | int) -> int | None:
+    if isinstance(label, int):
+        return label
+    return int(label) if label.removeprefix("-").isdecimal() else None
+
+
+def _assemble(
+    train: _Items,
+    test: _Items | None,
+    validation: _Items | None,
+    names: tuple[str, ...] | None,
+    first: int | None,
+) -> Corpus:
+    classes = _Classes.of(train, names, first)
+    return Corpus(
+        classes.texts(train),
+        None if test is None else classes.texts(test),
+        None if validation is None else classes.texts(validation),
+        classes.count,
+        classes.names,
+    )
+
+
+# ---- files and folders ----------------------------------------------------------------------------------------------
+
+
+def read_csv(
+    train: Path, test: Path | None, validation: Path | None, want_train: bool, names: tuple[str, ...] | None = None
+) -> Corpus:
+    """Read CSV files in one layout; see the module's text.
+
+    Args:
+        train: the training texts.
+        test: the test texts, where there are some.
+        validation: the data's own validation texts.
+        want_train: whether the training split is wanted; without it only the test texts are read, or all there are.
+        names: the classes, where no ``classes.txt`` lies beside ``train``.
+    """
+    if not want_train:
+        return Corpus(None, Texts(_csv_items(test or train, labelled=False).texts, None))
+    listing = train.parent / "classes.txt"
+    if listing.is_file():
+        names = _listed(listing)
+    items = _csv_items(train)
+    others = [None if path is None else _csv_items(path) for path in (test, validation)]
+    return _assemble(items, others[0], others[1], names, 1 if items.numbered else None)
+
+
+def _listed(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    except UnicodeDecodeError:
+        _refuse_encoding(path)
+
+
+def is_corpus(path: Path) -> bool:
+    """Return whether a folder or file holds texts."""
+    return (path / "train.csv").is_file() or (path.suffix in (".csv", ".json") and path.is_file())
+
+
+def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus:
+    """Read a folder with ``train.csv`` (and ``test.csv``, ``val.csv`` or ``validation.csv``), a CSV or a JSON file."""
+    if path.suffix == ".json":
+        return _read_json(path, want_train)
+    if path.is_file():
+        return read_csv(path, None, None, want_train, names)
+    test, val, validation = (
+        place if (place := path / f"{part}.csv").is_file() else None for part in ("test", "val", "validation")
+    )
+    if not (path / "train.csv").is_file():
+        raise InputError(f"{path / 'train.csv'}: file not found; unpack the archive again")
+    return read_csv(path / "train.csv", test, val or validation, want_train, names)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    if not data.strip():
+        raise InputError(f"{path}: the file is empty, expected a JSON object")
+    try:
+        content = json.loads(data)
+    except UnicodeDecodeError:
+        _refuse_encoding(path)
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object with a list 'train', found {type(content).__name__}")
+    return content
+
+
+def _read_json(path: Path, want_train: bool) -> Corpus:
+    content = _content(path)
+    train = next((key for key in content if key.startswith("train")), None)
+    if train is None:
+        raise InputError(f"{path}: expected a list 'train', found {', '.join(map(repr, content)) or 'nothing'}")
+    validation = next((key for key in ("val", "validation") if key in content), None)
+    test = "test" if "test" in content else None
+
+    if not want_train:
+        return Corpus(None, Texts(_json_items(path, test or train, content[test or train]).texts, None))
+    names = content.get("classes")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError(f"{path}: expected 'classes' as a list of names")
+    others = [None if key is None else _json_items(path, key, content[key]) for key in (test, validation)]
+    items = _json_items(path, train, content[train])
+    return _assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+
+
+# ---- the known sets -------------------------------------------------------------------------------------------------
+
+
+@corpus("agnews")
+def _agnews(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("ag_news_csv", "agnews", "ag_news"), "ag_news_csv.tar.gz")
+    return read_corpus(path, want_train, ("World", "Sports", "Business", "Sci/Tech"))
+
+
+@corpus("yahoo")
+def _yahoo(root: Path, want_train: bool) -> Corpus:
+    topics = ("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet",
+              "Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships",
+              "Politics & Government")  # fmt: skip
+    path = find(root, ("yahoo_answers_csv", "yahoo"), "yahoo_answers_csv.tar.gz")
+    return read_corpus(path, want_train, topics)
+
+
+@corpus("yelp")
+def _yelp(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("yelp_review_full_csv", "yelp"), "yelp_review_full_csv.tar.gz")
+    return read_corpus(path, want_train, tuple(f"{stars} star{'s' if stars > 1 else ''}" for stars in range(1, 6)))
+
+
+@corpus("banking77")
+def _banking77(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("banking77", "banking_data", "banking77_train.csv"), "banking_data (train.csv and test.csv)")
+    if path.is_dir():
+        return read_corpus(path, want_train)
+    return read_csv(path, find(root, ("banking77_test.csv",), "banking77_test.csv"), None, want_train)
+
+
+_CLINC = ("clinc150.json", "clinc150/data_full.json", "data_full.json")
+
+
+@corpus("clinc150")
+def _clinc150(root: Path, want_train: bool) -> Corpus:
+    return _read_json(find(root, _CLINC, "data_full.json"), want_train)
+
+
+@corpus("clinc150-oos")
+def _clinc150_oos(root: Path, want_train: bool) -> Corpus:
+    path = find(root, _CLINC, "data_full.json")
+    if want_train:
+        raise InputError("clinc150-oos has no classes to learn: name it as an out-of-distribution set of clinc150")
+    return Corpus(None, Texts(_json_items(path, "oos_test", _content(path).get("oos_test")).texts, None))

@@ -1,0 +1,148 @@
+"""Runs over alphas and seeds, grouped by network, data and alpha, and what a figure may take from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peerbayes.errors import InputError
+from peerbayes.evaluation import summarise
+from peerbayes.learning import Run
+from peerbayes.learning.run import read_json
+from peerbayes.reporting.records import Record, find_runs
+
+Alpha = float | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs over seeds of one setting; alpha is 0 and ``weight`` None where there is no mutual term."""
+
+    network: str
+    dataset: str
+    alpha: Alpha
+    weight: float | None
+    runs: dict[int, Run] = field(default_factory=dict)
+
+
+def alpha_title(alpha: Alpha) -> str:
+    """Return an alpha as figures show it: ``1.5``, or ``linear 2→0 in 30 epochs`` of a schedule."""
+    if not isinstance(alpha, Mapping):
+        return f"{alpha:g}"
+    if alpha["schedule"] == "steps":
+        return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
+    return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {alpha['epochs']:g} epochs"
+
+
+def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) -> list[Group]:
+    """Return the runs in some folders, grouped by network, data, alpha and weight, in that order.
+
+    Runs of one network and data set may differ in the seed and in the ``varied`` options of the mutual term alone; one
+    without a mutual term counts as alpha 0, and may have other peers.
+    """
+    runs = [Run(path) for path in dict.fromkeys(path for folder in folders for path in find_runs(folder))]
+    for run in runs:
+        if not run.finished:
+            raise InputError(f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
+    first: dict[tuple[str, str], Run] = {}
+    for run in sorted(runs, key=_has_mutual, reverse=True):
+        _check_same(run, first.setdefault(_experiment(run), run), varied)
+    groups: dict[tuple[Any, ...], Group] = {}
+    for run in runs:
+        mutual = [stage.terms["mutual"] for stage in run.recipe.stages if "mutual" in stage.terms]
+        alpha, weight = (mutual[-1]["alpha"], mutual[-1]["weight"]) if mutual else (0.0, None)
+        setting = (*_experiment(run), alpha_title(alpha), weight if "weight" in varied else None)
+        group = groups.setdefault(setting, Group(*_experiment(run), alpha, weight))
+        if run.seed in group.runs:
+            raise InputError(
+                f"{run.folder} and {group.runs[run.seed].folder}: both are alpha {alpha_title(alpha)}, seed {run.seed} "
+                f"of {group.network} on {group.dataset}; leave one out"
+            )
+        group.runs[run.seed] = run
+    return sorted(groups.values(), key=_rank)
+
+
+def _experiment(run: Run) -> tuple[str, str]:
+    network = ", ".join(dict.fromkeys(peer.network for peer in run.recipe.peers))
+    return network, Path(run.recipe.data.name).stem
+
+
+def _rank(group: Group) -> tuple[Any, ...]:
+    # Plain alphas by value, then schedules by name.
+    alpha = (1, 0.0) if isinstance(group.alpha, Mapping) else (0, group.alpha)
+    return group.network, group.dataset, *alpha, alpha_title(group.alpha), group.weight or 0.0
+
+
+def _has_mutual(run: Run) -> bool:
+    return any("mutual" in stage.terms for stage in run.recipe.stages)
+
+
+_LABELS = ("name", "title", "reproduces", "method", "evaluation", "gradient_share_every")
+
+
+def _check_same(run: Run, other: Run, varied: Sequence[str]) -> None:
+    both = _has_mutual(run) and _has_mutual(other)
+    mine, theirs = (dict(_flat(r.recipe.model_dump(exclude_none=True))) for r in (run, other))
+    for key in dict.fromkeys([*mine, *theirs]):
+        parts = key.split(".")
+        free = parts[0] in _LABELS or parts[-1] == "start_from" or (not both and parts[0] == "peers")
+        if "mutual" in parts:
+            free |= not both or parts[parts.index("mutual") + 1] in varied
+        if not free and mine.get(key) != theirs.get(key):
+            raise InputError(
+                f"{run.folder} and {other.folder}: differ in {key} ({mine.get(key)} and {theirs.get(key)}); expected "
+                f"runs that differ in {' and '.join(varied)} and the seed alone"
+            )
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        yield path, node
+        return
+    for key, value in items:
+        yield from _flat(value, f"{path}.{key}" if path else str(key))
+
+
+def by_experiment(groups: Sequence[Group]) -> Iterator[tuple[Record, list[Group]]]:
+    """Return network and data set, with the groups that they have in common."""
+    for (network, dataset), found in itertools.groupby(groups, key=lambda group: (group.network, group.dataset)):
+        yield {"network": network, "dataset": dataset}, list(found)
+
+
+def read_record(run: Run) -> Record:
+    """Return what was measured of a run."""
+    path = run.folder / "evaluation.json"
+    if not path.is_file():
+        raise InputError(f"{run.folder}: has no evaluation.json; 'peerbayes evaluate {run.folder} --json > {path}' "
+                         "makes it")  # fmt: skip
+    return read_json(path)
+
+
+def over_seeds(group: Group, value: Callable[[Run], float]) -> Record:
+    """Return mean and standard error of a figure over a group's seeds, and its value by seed."""
+    values = {seed: value(run) for seed, run in sorted(group.runs.items())}
+    summary = summarise(values.values())
+    return {"mean": summary.mean, "standard_error": summary.standard_error, "seeds": values}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return Σ x / n."""
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def final(groups: Sequence[Group]) -> tuple[str, Callable[[str, Run], float]]:
+    """Return the split that settings are chosen on, and a run's figure there, averaged over peers.
+
+    That is the validation split, as of the last epoch, where all runs have one; else the test split, of the records.
+    """
+    runs = [run for group in groups for run in group.runs.values()]
+    last = {run.folder: run.metrics[-1]["peers"].values() if run.metrics else () for run in runs}
+    if all(peers and all("valid_nll" in peer for peer in peers) for peers in last.values()):
+        return "validation", lambda key, run: mean(peer[f"valid_{key}"] for peer in last[run.folder])
+    records = {run.folder: read_record(run) for run in runs}
+    return "test", lambda key, run: mean(peer[key] for peer in records[run.folder]["peers"])

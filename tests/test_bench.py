@@ -1,0 +1,179 @@
+"""The benchmark: its figures follow from what was timed, and a failure, a budget or a cut loses nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerbayes import bench, cli
+from peerbayes.learning import Reporter
+from peerbayes.posteriors import prediction
+from peerbayes.reporting.figures import bench_figure, png
+
+HEADLINES = {
+    "pair_epoch_s", "packed3_epoch_s", "deterministic_pair_epoch_s", "bayesian_over_deterministic", "single_step_ms",
+    "bayesian_torch_step_ms", "speedup_single", "speedup_packed", "predict_50x10k_s", "predict_rate",
+    "predict_float32_50x10k_s", "eager_pair_epoch_s", "compiled_pair_epoch_s", "peak_memory_gib", "growth",
+}  # fmt: skip
+
+
+def run(path, only=(), budget=None):
+    return bench.run("cpu", path, only, True, budget, Reporter())[0]
+
+
+def leaves(figures, above=""):
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+@pytest.fixture
+def stopwatch(monkeypatch):
+    """No cohort is trained: each is said to take a number of its own. Returns the keys in the order of measuring."""
+    asked = []
+
+    def fake(self, steps, engine, recipes, count=1):
+        asked.extend(recipes)
+        return {key: {"median": float(len(key)), "spread": [1.0, 99.0], "setup_s": 0.5} for key in recipes}
+
+    def fake_prediction(self, key, *arguments, **options):
+        asked.append(key)
+        return {key: {"median": 4.0, "spread": [3.0, 5.0], "setup_s": 0.5}}
+
+    def fake_steps(self):
+        asked.append("single_step_ms")
+        theirs = zip(bench.THEIRS, (9.0, 6.0), strict=True)
+        return {key: {"median": value, "setup_s": 0.5} for key, value in [("single_step_ms", 2.0), *theirs]}
+
+    monkeypatch.setattr(bench.Bench, "epochs", fake)
+    monkeypatch.setattr(bench.Bench, "predictions", fake_prediction)
+    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", fake_steps)
+    return asked
+
+
+def test_a_quick_run_measures_everything_that_a_cpu_can(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(prediction.TOGETHER, "cpu", 12345)
+    state = torch.random.get_rng_state()
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "--quick", "--device", "cpu", "--out", str(tmp_path / "b.json"), "--json", "--quiet"])
+    assert not end.value.code
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads((tmp_path / "b.json").read_text())
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert set(record["figures"]) >= HEADLINES
+    assert record["versions"]["torch"] == torch.__version__
+    found = dict(leaves(record["figures"]))
+    assert {key for key, value in found.items() if value is None} == set(record["notes"])
+    gpu = {"packed3_epoch_s", "compiled_pair_epoch_s", "predict_float32_50x10k_s"}
+    assert {key for key, why in record["notes"].items() if why == bench.NEEDS_GPU} >= gpu
+    unknown = {key for key in record["notes"] if not key.startswith(("peak_memory", "bayesian_torch", "speedup"))}
+    assert unknown == gpu | {"packed_network_step_ms"}
+    for key, one in record["measurements"].items():
+        if "median" in one and isinstance(one["median"], float):
+            low, high = one["spread"]
+            assert 0 < low <= one["median"] <= high, key
+            assert one["repeats"] == record["settings"]["repeats"]
+            assert record["setup_s"][key] > 0
+    parts = found["bayesian_pair_epoch_s"], found["deterministic_pair_epoch_s"]
+    assert found["bayesian_over_deterministic"] == parts[0] / parts[1]
+    assert found["predict_rate"] == 500_000 / found["predict_50x10k_s"]
+    assert prediction.TOGETHER["cpu"] == 12345
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_derived_figures_are_quotients_of_their_parts():
+    medians = {"packed3_epoch_s": 3.9, "single_step_ms": 2.0, "predict_50x10k_s": 0.5, "pair_epoch_s": 1.0}
+    medians |= dict(zip((*bench.THEIRS, *bench.RATIOS["bayesian_over_deterministic"]), (24.0, 30.0, 1.5, 1.2)))
+    measured = {key: {"median": value} for key, value in medians.items()}
+    measured["pair_epoch_s"]["peak_memory_gib"] = 0.75
+    found = bench.figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
+    figures = found["figures"]
+    assert figures["bayesian_torch_step_ms"] == 24  # the faster of the two
+    assert figures["packed_network_step_ms"] == pytest.approx(3900 / 390 / 6)
+    assert figures["speedup_single"] == 12
+    assert figures["speedup_packed"] == pytest.approx(24 / (10 / 6))
+    assert figures["bayesian_over_deterministic"] == pytest.approx(1.25)
+    assert figures["predict_rate"] == 1e6
+    assert figures["peak_memory_gib"]["captured"] == 0.75
+    assert found["notes"]["peak_memory_gib.eager"] == "needs eager_pair_epoch_s"
+
+
+def test_headlines_are_measured_first_and_growth_last(tmp_path, stopwatch):
+    run(tmp_path / "b.json")
+    growing = [key.startswith("growth") for key in stopwatch]
+    assert growing == sorted(growing)
+    assert stopwatch[0] == "pair_epoch_s"
+
+
+def test_a_failure_is_one_note_and_the_rest_goes_on(tmp_path, stopwatch, monkeypatch):
+    def broken(self):
+        written = json.loads((tmp_path / "b.json").read_text())  # what came before is safe
+        assert written["figures"]["pair_epoch_s"] == len("pair_epoch_s")
+        raise torch.OutOfMemoryError("no room\nat all")
+
+    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", broken)
+    record = run(tmp_path / "b.json")
+    assert record["figures"]["single_step_ms"] is None
+    assert record["notes"]["single_step_ms"] == "OutOfMemoryError: no room"
+    assert record["notes"]["speedup_single"] == "needs bayesian_torch_step_ms and single_step_ms"
+    assert record["figures"]["predict_50x10k_s"] == 4
+    assert record == json.loads((tmp_path / "b.json").read_text())
+    assert png(bench_figure(record)).startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, stopwatch, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b.json")
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert set(record["figures"]) >= HEADLINES
+    assert record["figures"]["bayesian_over_deterministic"] is not None
+    assert record["notes"]["predict_50x10k_s"] == "not measured"
+
+
+def test_nothing_is_started_after_the_budget(tmp_path, stopwatch):
+    record = run(tmp_path / "b.json", budget=0)
+    assert stopwatch == []
+    assert all(value is None for _, value in leaves(record["figures"]))
+    assert record["notes"]["pair_epoch_s"] == "left out: the 0 s were used up"
+    assert png(bench_figure(record)).startswith(b"\x89PNG")
+
+
+def test_only_measures_what_a_figure_needs_and_keeps_the_rest(tmp_path, stopwatch):
+    path = tmp_path / "b.json"
+    run(path, ["bayesian_over_deterministic"])
+    assert set(stopwatch) == {"bayesian_pair_epoch_s", "deterministic_pair_epoch_s"}
+    stopwatch.clear()
+    record = run(path, ["growth.draws", "speedup_single"])
+    assert stopwatch == ["single_step_ms", "growth.draws.1", "growth.draws.2"]
+    assert record["figures"]["bayesian_over_deterministic"] is not None
+    assert record["figures"]["speedup_single"] == 3
+
+    old = json.loads(path.read_text())
+    old["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(old))
+    record = run(path, ["growth.draws"])
+    assert record["figures"]["speedup_single"] is None  # of another torch
+
+
+def test_an_engine_that_gives_up_is_a_failure(tmp_path, monkeypatch):
+    def give_up(self):
+        self.reporter.warn("going on eagerly")
+
+    monkeypatch.setattr("peerbayes.learning.loop.Learner._begin_engine", give_up)
+    record = run(tmp_path / "b.json", ["pair_epoch_s"])
+    assert record["notes"]["pair_epoch_s"] == "RuntimeError: going on eagerly"
+
+
+def test_an_unknown_figure_is_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "--quick", "--device", "cpu", "--out", str(tmp_path / "b.json"), "--only", "pair_epoch"])
+    assert end.value.code == 2
+    assert "there is no figure 'pair_epoch'; did you mean 'pair_epoch_s'" in capsys.readouterr().err
+    assert not Path(tmp_path / "b.json").exists()
