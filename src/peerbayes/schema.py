@@ -47,6 +47,7 @@ def _first_fault(error: ValidationError, given: Any) -> dict[str, Any]:
         if fault["type"] == "nested":
             inner = fault["ctx"]["fault"]
             faults[place] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
+
     # Unknown keys first: a misspelt key often causes the other faults. Of the forms that a value may have, the one that
     # fitted furthest was meant.
     def rank(fault: Mapping[str, Any]) -> tuple[bool, int, bool]:

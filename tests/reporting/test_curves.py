@@ -255,6 +255,7 @@ BAD_RUNS = [
     ("curves", two(lambda y: write_run(y, 2.0, weight=3.0)), "differ in stages.0.terms.mutual.weight"),
     ("curves", two(lambda y: write_run(y, None, data={"batch_size": 7})), "differ in data.batch_size"),
     ("curves", two(lambda y: write_run(y, 2.0, 0, peers=["a"])), "differ in peers.1"),
+    ("curves", two(lambda y: (write_run(y.parent / "first", None), write_run(y, 2.0, weight=3.0))), "mutual.weight"),
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning.cohort import Clock, Cohort, prepare_images, run_peer, stacked_figures
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.noise import Address
+from peerbayes.posteriors.kernels import tried_kernels
 
 Name = Literal["eager", "compiled", "captured"]
 WARM_UP = 3
@@ -67,13 +68,18 @@ class Compiled(Eager):
 
     def step(self, step: int, stage_step: int) -> None:
         """Run one step."""
-        set_global_seed(Address(self.cohort.seed, "network", "step", step))  # dropout and the like
+        set_global_seed(self._generator_address(step))  # dropout and the like
         super().step(step, stage_step)
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
         """Return what `Cohort.term_norms` does."""
-        set_global_seed(Address(self.cohort.seed, "network", "step", step))
+        set_global_seed(self._generator_address(step))
         return super().term_norms(step, stage_step)
+
+    def _generator_address(self, step: int) -> Address:
+        world = self.cohort.world
+        owner = "network" if world.size == 1 else f"network/{world.rank}"  # processes see different images
+        return Address(self.cohort.seed, owner, "step", step)
 
     def _clock(self, step: int, stage_step: int) -> Clock:
         # Numbers would be compiled in.
@@ -123,24 +129,24 @@ class Captured(Compiled):
             super().begin_stage(step, stage_step)
         cohort.streams = self.streams
         generator = torch.cuda.default_generators[device.index or 0]
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        offset = generator.get_offset()
-        with _tried_kernels(cohort.autocast is not None), _kept_state(cohort):
-            with torch.cuda.stream(self.stream), _quiet():
-                self._set(step, stage_step)
-                for _ in range(WARM_UP):
-                    self._step()
-                torch.cuda.synchronize(device)
+        offset, outside = generator.get_offset(), torch.cuda.current_stream(device)
+        self.stream.wait_stream(outside)
+        with torch.cuda.stream(self.stream), tried_kernels(cohort.autocast is not None), _kept_state(cohort), _quiet():
+            self._set(step, stage_step)
+            for _ in range(WARM_UP):
+                self._step()
+            torch.cuda.synchronize(device)
             self.alone = generator.get_offset() != offset
             self.norms_graph = None
             self._set(step, stage_step)
             self.graph, _ = self._capture(self._step)
+        outside.wait_stream(self.stream)
 
     def step(self, step: int, stage_step: int) -> None:  # noqa: ARG002
         """Replay the step."""
         assert self.graph is not None
         if self.alone:
-            set_global_seed(Address(self.cohort.seed, "network", "step", step))
+            set_global_seed(self._generator_address(step))
         self.graph.replay()
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
@@ -149,7 +155,7 @@ class Captured(Compiled):
             super().term_norms(step, stage_step)
             self.norms_graph, self.norms = self._capture(lambda: self.cohort.term_norms(self._device_clock()))
         if self.alone:
-            set_global_seed(Address(self.cohort.seed, "network", "step", step))
+            set_global_seed(self._generator_address(step))
         self.norms_graph.replay()
         norms: Tensor = self.norms
         return norms
@@ -157,7 +163,7 @@ class Captured(Compiled):
     def _capture(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.cohort.device)
-        with _quiet(), torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, stream=self.stream):
             result = function()
         return graph, result
 
@@ -198,17 +204,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return made(*arguments)
 
     return call
-
-
-@contextlib.contextmanager
-def _tried_kernels(wanted: bool) -> Iterator[None]:
-    """Let cuDNN try its kernels and take the fastest, unless it was told to be deterministic."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior
 
 Engine = Name | Literal["auto"]
+DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -231,7 +232,7 @@ class _Loaded:
 
     def __call__(self, recipe: Recipe) -> Dataset:
         options = recipe.data
-        key = repr((options.name, options.validation, options.size, options.classes))
+        key = repr((options.name, options.validation, options.size, options.classes, options.text))
         if key not in self._found:
             self._found[key] = load_data(recipe, self.root)
         return self._found[key]
@@ -247,10 +248,12 @@ def _is_finished(job: Job, reporter: Reporter) -> bool:
 
 def _with_full_path(recipe: Recipe) -> Recipe:
     # A run must find its data again from another folder.
-    path = Path(recipe.data.name)
-    if recipe.data.name in data_room.names() or not path.exists():
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"name": str(path.resolve())})})
+    data, changes = recipe.data, dict[str, Any]()
+    if data.name not in data_room.names() and Path(data.name).exists():
+        changes["name"] = str(Path(data.name).resolve())
+    if data.text is not None and data.text.vectors:
+        changes["text"] = data.text.model_copy(update={"vectors": str(Path(data.text.vectors).resolve())})
+    return recipe.model_copy(update={"data": data.model_copy(update=changes)}) if changes else recipe
 
 
 # ---- peers and what they start from ---------------------------------------------------------------------------------
@@ -261,10 +264,11 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
     source = _source(peer, recipe, seed, runs)
     if isinstance(source, Job):
         source = _only_weights(Run(source.folder), peer)
-    inputs, start = network_inputs(loaded), source
+    inputs = network_inputs(loaded)
+    start: torch.nn.Module | Path | None = None
     with seeded(Address(seed, peer.name, "initial")):
         network = networks.build(peer.network, inputs)
-        if isinstance(source, Path):
+        if source is not None:
             start = networks.starting_point(peer.network, inputs, source)
     options = peer.posterior.model_dump(exclude={"kind"})
     if peer.posterior.kind == "point":
@@ -295,7 +299,7 @@ def _source(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | N
     # The source must fit this run: same data, same network.
     named = load_recipe(source)
     table = named.model_dump(exclude_none=True)
-    table["data"] |= recipe.data.model_dump(include={"name", "classes", "validation", "size"}, exclude_none=True)
+    table["data"] |= recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
     for item in table["peers"]:
         item["network"] = peer.network
     fitted = Recipe.parse(table, f"recipe {source}")
@@ -414,13 +418,15 @@ class _Session:
             self.about = {
                 "seed": job.seed,
                 "finished": False,
-                "inputs": network_inputs(self.loaded).__dict__,
+                "inputs": network_inputs(self.loaded).describe(),
                 **environment(self.device),
                 "engine": self.learner.engine.name,
                 "packed": self.packed,
                 "processes": self.world.size,
             }
             self._describe()
+            if self.loaded.vocabulary is not None:
+                write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
             # The recipe comes last: a folder that has one has the rest.
             write_text(self.folder / "recipe.toml", job.recipe.to_toml())
             self.log.keep_until(step)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation, terms
-from peerbayes.data import Dataset, Placement, feed
+from peerbayes.data import Dataset, Placement, augment, feed
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
 from peerbayes.learning.cohort import Cohort, kept_buffers, term_figures
@@ -348,6 +348,7 @@ class Learner:
         keys = []
         batch, labels = self.data.train.batch(torch.arange(min(4, len(self.data.train))), self.device)
         self._example = batch
+        augment(batch, self.recipe.data.augment, Address())  # texts can't be
         for number in range(len(self.recipe.stages)):
             state = self._new_state(number)
             outputs = {}

@@ -21,6 +21,17 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
+class Text(Strict):
+    """How texts become token numbers; see `peerbayes.data.TextOptions`."""
+
+    tokens: Literal["words", "characters"] = "words"
+    ngrams: PositiveInt = 1
+    length: PositiveInt | None = None
+    buckets: PositiveInt = 20_000
+    vocabulary: PositiveInt = 30_000
+    vectors: str = ""
+
+
 class Data(Strict):
     """Which data, and how it is fed.
 
@@ -29,6 +40,7 @@ class Data(Strict):
         classes: refuse data with another number of classes.
         validation: images (or fraction) of the training split kept for validation.
         size: image size for folders.
+        text: how texts become token numbers, where the data are texts.
     """
 
     name: str = "digits"
@@ -37,6 +49,7 @@ class Data(Strict):
     augment: list[str] = []
     validation: int | float = 0
     size: PositiveInt | None = None
+    text: Text | None = None
 
     @field_validator("augment")
     @classmethod

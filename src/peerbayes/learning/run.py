@@ -2,6 +2,7 @@
 
 recipe.toml              the complete recipe, defaults filled in
 run.json                 seed, device, versions, whether it is finished
+vocabulary.json          for texts: what made token numbers of them
 metrics.jsonl            a line an epoch
 checkpoint-*.safetensors the newest two
 weights-PEER.safetensors the trained posteriors
@@ -21,7 +22,7 @@ from torch import nn
 import peerbayes
 from peerbayes import data as data_room
 from peerbayes import networks
-from peerbayes.data import Dataset
+from peerbayes.data import Dataset, TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.posteriors import Posterior, storage
@@ -54,6 +55,12 @@ class Run(Mapping[str, Posterior]):
         """The lines of metrics.jsonl."""
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """What the run's texts were encoded with; None for images."""
+        path = self.folder / "vocabulary.json"
+        return Vocabulary.load(path) if path.is_file() else None
 
     def weights_file(self, peer: str) -> Path:
         """Where a trained peer lies."""
@@ -94,10 +101,23 @@ def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) ->
     return Run(folder, networks)
 
 
-def load_data(recipe: Recipe, root: str | Path | None = None) -> Dataset:
-    """Load a recipe's data, and check that it has the classes that the recipe is for."""
+def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:
+    """Load a recipe's data, and check that it has the classes that the recipe is for.
+
+    Args:
+        recipe: whose data.
+        root: data root.
+        vocabulary: a run's, for texts; by default one is built from the training split.
+    """
     options = recipe.data
-    loaded = data_room.load(options.name, root=root, validation=options.validation, size=options.size)
+    loaded = data_room.load(
+        options.name,
+        root=root,
+        validation=options.validation,
+        size=options.size,
+        text=None if options.text is None else TextOptions(**options.text.model_dump()),
+        vocabulary=vocabulary,
+    )
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
@@ -117,7 +137,9 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
-    return networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std)
+    known = loaded.vocabulary
+    tokens, dimension = (known.size, known.dimension) if known is not None else (0, 0)
+    return networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, tokens, dimension, loaded.vectors)
 
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:

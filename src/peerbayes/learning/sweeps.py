@@ -24,7 +24,7 @@ import torch
 from peerbayes import evaluation
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
-from peerbayes.learning.jobs import Engine, Job, Precision, train_jobs
+from peerbayes.learning.jobs import DATA_KEYS, Engine, Job, Precision, train_jobs
 from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
@@ -289,7 +289,7 @@ class _Trainer:
         return row
 
     def _data(self, recipe: Recipe) -> Dataset:
-        key = recipe.data.model_dump_json(include={"name", "validation", "size", "classes"})
+        key = recipe.data.model_dump_json(include=DATA_KEYS)
         if key not in self._loaded:
             self._loaded[key] = load_data(recipe, self.how["root"])
         return self._loaded[key]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from peerbayes.data import to_unit
 from peerbayes.errors import InputError
 from peerbayes.networks import capture
 from peerbayes.noise import Address
 from peerbayes.posteriors import storage
+from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Posterior(nn.Module):
     def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
         """Return the network's output with the named tensors in the places of its parameters."""
         network = self.network if network is None else network
-        logits: Tensor = torch.func.functional_call(network, tensors, (_prepared(inputs),), tie_weights=False)
+        logits: Tensor = torch.func.functional_call(network, tensors, (prepared(inputs),), tie_weights=False)
         return logits
 
     def forward_features(
@@ -239,13 +239,6 @@ class Posterior(nn.Module):
         _require_same(source, chosen | others | kept, origin)
         self.network.load_state_dict(source, strict=False)
         return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
-
-
-def _prepared(inputs: Tensor) -> Tensor:
-    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-        return inputs  # token numbers
-    inputs = to_unit(inputs)
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
 
 
 def _take_parameters(

@@ -6,7 +6,9 @@ cuDNN's time with the kernel below (H200, float16, 10,000 images of 32×32: 0.44
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class FusedConv(nn.Module):
         if x.dim() != 4 or not (residual is None or self._fits(x, weight, residual)):
             # What is added is no image of the result's shape: a number, say, or a shift by channel.
             return (F.conv2d(x, weight, bias, self.stride, self.padding) + (0 if residual is None else residual)).relu()
-        x = x.contiguous(memory_format=torch.channels_last)
+        x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
         if residual is not None:
             residual = residual.to(weight.dtype).contiguous(memory_format=torch.channels_last)
         return conv_relu(x, weight, bias, self.stride, self.padding, residual)
@@ -73,6 +75,17 @@ def conv_relu(
     if residual is None:
         return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), 1)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, stride, padding, (1, 1), 1)
+
+
+@contextlib.contextmanager
+def tried_kernels(wanted: bool = True) -> Iterator[None]:
+    """Let cuDNN try its kernels and take the fastest inside the block, unless it was told to be deterministic."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, residual: Tensor | None) -> Tensor:

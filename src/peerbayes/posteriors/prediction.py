@@ -16,6 +16,8 @@ from peerbayes.data import Split
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors.folding import Folded
+from peerbayes.posteriors.inputs import prepared
+from peerbayes.posteriors.kernels import tried_kernels
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -83,7 +85,8 @@ class Prediction:
 # 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.28 at 1 image and 0.34 at 128.
 TOGETHER = {"cpu": 16_384, "cuda": 500_000}
 BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
-MEMORY = 1 << 30  # bytes that draws at once may take, roughly
+MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
+TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
 
 
@@ -132,13 +135,15 @@ def predict(
         _keep_heap()
     half = PRECISIONS["float16" if kind == "cuda" else "float32"] if precision == "auto" else PRECISIONS[precision]
     draws = draws if posterior.stochastic else 1
-    size = batch_size or max(1, BATCH.get(kind, BATCH["cpu"]) // images[0].numel())
+    size = batch_size or max(1, BATCH.get(kind, BATCH["cpu"]) // _numbers(images[:1]))
+    many = kind == "cuda" and len(images) * draws >= TRY_KERNELS
     modes = {module: module.training for module in posterior.modules()}
     posterior.eval()
     try:
         while True:
             try:
-                found = _average(posterior, images, draws, address, size, settle, half)
+                with tried_kernels(many):
+                    found = _average(posterior, images, draws, address, size, settle, half)
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
@@ -184,7 +189,8 @@ def _average(
     device = posterior.device
     total, entropy = torch.empty(0, device=device), torch.zeros(len(images), device=device)
     for log_p in _passes(posterior, images, draws, address, batch_size, half):
-        total = log_p.logsumexp(0) if not total.numel() else torch.logaddexp(total, log_p.logsumexp(0))
+        one = log_p.logsumexp(0) if len(log_p) > 1 else log_p[0]
+        total = torch.logaddexp(total, one) if total.numel() else one
         entropy += _entropy(log_p).sum(0)
     count = torch.full((len(images),), draws, device=device)
     return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
@@ -208,19 +214,26 @@ def _passes(
                 break  # a network that can't be vectorised, or memory that is too small for it
             yield logits.float().log_softmax(-1)
             first += len(numbers)
-    network = Folded(posterior, half)
+    network, batches = Folded(posterior, half), list(images.split(batch_size))
+    if draws - first > 1 and 4 * images.numel() <= MEMORY:
+        batches = [prepared(part.to(device)) for part in batches]  # once for all draws
     for number in range(first, draws):
         flat = posterior.draw(address.at(number)).flat
-        parts = [network(part.to(device), flat).float().log_softmax(-1) for part in images.split(batch_size)]
-        yield torch.cat(parts)[None]
+        yield torch.cat([network(part.to(device), flat).float().log_softmax(-1) for part in batches])[None]
 
 
 def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:
-    limit = TOGETHER.get(posterior.device.type, 0)
-    if images.numel() > limit:
+    limit, numbers = TOGETHER.get(posterior.device.type, 0), _numbers(images)
+    if numbers > limit:
         return 1
-    bytes_a_draw = 4 * (2 * posterior.mean.numel() + 64 * images.numel())  # weights and activations
+    bytes_a_draw = 4 * (2 * posterior.mean.numel() + 64 * numbers)  # weights and activations
     return min(draws, max(1, MEMORY // bytes_a_draw))
+
+
+def _numbers(images: Tensor) -> int:
+    # A token becomes a vector as soon as it is in the network.
+    tokens = not images.is_floating_point() and images.dtype != torch.uint8
+    return images.numel() * (64 if tokens else 1)
 
 
 def _settle(

@@ -49,4 +49,4 @@ def small_conv(
     stored = inside[:, None] & real[None, :]
     if RESIDUAL:
         sums += tl.load(residual + place, mask=stored, other=0.0).to(tl.float32)
-    tl.store(result + place, tl.maximum(sums, 0.0).to(result.dtype.element_ty), mask=stored)
+    tl.store(result + place, tl.where(sums < 0, 0.0, sums).to(result.dtype.element_ty), mask=stored)

@@ -178,7 +178,8 @@ def flatness(
     where = pick_device(device)
     experiments = []
     for about, found in by_experiment(gather(folders)):
-        loaded = load_data(next(iter(found[0].runs.values())).recipe, root)
+        first = next(iter(found[0].runs.values()))
+        loaded = load_data(first.recipe, root, first.vocabulary)
         count = min(IMAGES, len(loaded.train))
         data = loaded.train.batch(permutation(Address(0, "data", "flatness"), len(loaded.train), "cpu")[:count], where)
         series = [_landscape(group, data, where) for group in found]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset, load_images
+from peerbayes.data import Dataset, load_images, load_texts
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
@@ -46,7 +46,7 @@ def evaluate(
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
-    loaded = load_data(run.recipe, root) if data is None else data
+    loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
     peers, log_probabilities = [], []
     for name in run:
         posterior = run[name].to(where)
@@ -178,12 +178,15 @@ def _judge_outside(
     root: str | Path | None,
     loaded: Dataset,
 ) -> Record:
-    split = load_images(other, root=root, size=loaded.shape[1])
-    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
-    if images.shape[1] != loaded.shape[0]:
-        raise InputError(
-            f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
-        )
+    if loaded.vocabulary is not None:
+        split = load_texts(other, loaded.vocabulary, root=root)
+    else:
+        split = load_images(other, root=root, size=loaded.shape[1])
+        images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+        if images.shape[1] != loaded.shape[0]:
+            raise InputError(
+                f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
+            )
     outside = predict_split(posterior, split, draws, seed=run.seed, name=name, settle=settle)[0]
     inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
     return {
