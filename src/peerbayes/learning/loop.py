@@ -30,6 +30,7 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights, predict_split
 
 DRAWS_A_LOOK = 4  # draws of a prediction at the end of an epoch
+OFF = ("weight", "alpha")  # options of terms that switch them off when they are 0
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
 
@@ -221,7 +222,8 @@ class Learner:
             norms = {term: norm for term, (norm, _) in zip(options, by_term, strict=True)}
             values = {term: value for term, (_, value) in zip(options, by_term, strict=True)}
             shares = self.position.shares[peer] = shares_of(norms)
-            wanted = {term: share for term, share in shares.items() if options[term].get("weight") != 0}
+            # A weight or an order of 0 is inert on purpose.
+            wanted = {term: share for term, share in shares.items() if 0 not in map(options[term].get, OFF)}
             for term in newly_inert(wanted, self.position.inert, peer):
                 self.reporter.warn(
                     f"{term} is inert for peer '{peer}' at step {self.position.step}: its share of the gradient is "

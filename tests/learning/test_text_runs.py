@@ -1,0 +1,121 @@
+"""Runs over texts: what made token numbers of them is part of the run."""
+
+import csv
+import json
+import random
+
+import pytest
+
+from peerbayes.cli import main
+from peerbayes.data import Vocabulary
+from peerbayes.errors import InputError
+from peerbayes.learning import Run, load_recipe, train
+
+WORDS = {
+    1: "goal match team player coach score win league cup season",
+    2: "stock market bank price trade profit share fund rate bond",
+}
+
+RECIPE = """
+title = "texts"
+[data]
+name = "DATA"
+batch_size = 8
+text = { tokens = "words", ngrams = 2, length = 12, buckets = 50 }
+[[peers]]
+name = "a"
+network = "fasttext"
+posterior = { kind = "point" }
+[[peers]]
+name = "b"
+network = "fasttext"
+posterior = { kind = "mean_field" }
+[[stages]]
+epochs = 15
+optimizer = { name = "adam", lr = 0.1 }
+[stages.terms]
+likelihood = {}
+mutual = { alpha = 2.0 }
+[evaluation]
+draws = 4
+"""
+
+
+def rows(count, seed):
+    chance = random.Random(seed)
+    for number in range(count):
+        label = 1 + number % 2
+        yield [label, " ".join(chance.choices(WORDS[label].split(), k=6)), "the end"]
+
+
+def write(path, found):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(found)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "news").mkdir()
+    write(tmp_path / "news" / "train.csv", rows(64, 0))
+    write(tmp_path / "news" / "test.csv", rows(20, 1))
+    (tmp_path / "mine.toml").write_text(RECIPE.replace("DATA", str(tmp_path / "news")))
+    return tmp_path
+
+
+def run_command(*words):
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return end.value.code
+
+
+def test_a_run_over_texts_learns_and_is_judged_by_its_own_vocabulary(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    assert run_command("train", "mine.toml", "--run", "runs/t", "--json", "-q") == 0
+    trained = json.loads(capsys.readouterr().out)
+    assert [peer["accuracy"] for peer in trained["peers"]] == [1.0, 1.0]
+    assert trained["alpha"] == 2.0
+    # Another training split would give other token numbers; the run keeps its own.
+    changed = list(rows(64, 9))
+    write(place / "news" / "train.csv", [[1, "zebra " * 9, ""], *changed[::-1]])
+    write(place / "other.csv", [[1, "completely different words here", "x"], [2, "nothing of that is known", "y"]])
+    assert run_command("evaluate", "runs/t", "--json", "--ood", place / "other.csv") == 0
+    judged = json.loads(capsys.readouterr().out)
+    for before, after in zip(trained["peers"], judged["peers"], strict=True):
+        assert {key: after[key] for key in ("accuracy", "nll", "ece", "brier")} == {
+            key: before[key] for key in ("accuracy", "nll", "ece", "brier")
+        }
+        assert after["out_of_distribution"][str(place / "other.csv")]["auroc"] >= 0.9
+    known = Run("runs/t").vocabulary
+    assert isinstance(known, Vocabulary)
+    rebuilt = train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/u", seed=0).vocabulary
+    assert rebuilt.digest != known.digest
+
+
+def test_a_damaged_vocabulary_is_named(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
+    path = place / "runs" / "t" / "vocabulary.json"
+    path.write_text(path.read_text().replace("goal", "gaol", 1))
+    assert run_command("evaluate", "runs/t") == 2
+    assert "vocabulary.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.augment=['crop']", "'crop'"),
+        ("peers.*.network=resnet8", "the data are texts"),
+        ("data.text.ngrams=0", "data.text.ngrams"),
+        ("data.text.token=words", "has no key 'token'; did you mean 'tokens'"),
+    ],
+)
+def test_what_makes_no_sense_for_texts_is_one_sentence_before_anything_is_written(place, change, words):
+    with pytest.raises(InputError) as caught:
+        train(load_recipe(place / "mine.toml", [change]), place / "runs" / "x")
+    assert words in str(caught.value)
+    assert not (place / "runs" / "x").exists()
+
+
+def test_images_refuse_a_text_network():
+    with pytest.raises(InputError, match="fasttext"):
+        train(load_recipe("mutual/digits-dnn", ["peers.*.network=fasttext"]), "never")
