@@ -499,7 +499,7 @@ def test_a_setting_that_stands_in_the_queue_twice_is_taken_once(tmp_path):
 
 # One warm process that forks a child a job, all at once: {"words": of the command, "code": instead, "out"}.
 DRIVER = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 import torch
 torch.set_num_threads(1)
 import peerbayes.learning, peerbayes.reporting
@@ -508,6 +508,7 @@ from peerbayes import cli
 
 def child(job):
     code = 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     try:
         file = os.open(job["out"], os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1), os.dup2(file, 2)
