@@ -16,6 +16,8 @@ ROOMS = [
     "noise",
     "schema",
     "divergences",
+    "dirichlet",
+    "quadratic",
     "networks",
     "data",
     "posteriors",

@@ -4,6 +4,7 @@ from peerbayes.posteriors.base import Posterior, Predicate, Weights, conv_and_li
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
+from peerbayes.posteriors.rank_one import RankOne, recalibrate
 
 __all__ = [
     "MeanField",
@@ -11,8 +12,10 @@ __all__ = [
     "Posterior",
     "Predicate",
     "Prediction",
+    "RankOne",
     "Weights",
     "conv_and_linear",
     "predict",
     "predict_split",
+    "recalibrate",
 ]

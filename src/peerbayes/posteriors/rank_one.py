@@ -1,0 +1,456 @@
+"""Members that share their weights and differ by two factors a layer: BatchEnsemble, or a rank-1 Bayesian network."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from peerbayes.data import Split
+from peerbayes.divergences import gaussian_kl
+from peerbayes.errors import InputError
+from peerbayes.networks import capture
+from peerbayes.noise import Address, normal, uniform
+from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, conv_and_linear
+from peerbayes.posteriors.inputs import prepared
+from peerbayes.posteriors.layout import Layout
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.prediction import Prediction
+
+Merge = Literal["exact", "factor_mean"]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A weight with factors: the modules that use it, its channels in and out, and how they lie in it."""
+
+    weight: str
+    modules: tuple[str, ...]
+    into: int
+    out: int
+    groups: int
+    transposed: bool
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of r and s: those of the weight with ``r`` and ``s`` for ``weight``."""
+        prefix = self.weight.removesuffix("weight")
+        return f"{prefix}r", f"{prefix}s"
+
+    def products(self, r: Tensor, s: Tensor) -> Tensor:
+        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis), for r (K, into) and s (K, out)."""
+        r, s = r.unflatten(1, (self.groups, -1)), s.unflatten(1, (self.groups, -1))
+        rows, columns = (r, s) if self.transposed else (s, r)
+        return (rows[:, :, :, None] * columns[:, :, None, :]).flatten(1, 2)
+
+
+class RankOne(Posterior):
+    """Members m = 1..M with weights W ∘ s_m r_mᵀ in every convolution and linear layer; all else is shared.
+
+    A layer computes y = s_m ⊙ (W ∗ (r_m ⊙ x)) + b. ``mean`` holds W and b; ``deviations`` (M, total) holds r − 1 and
+    s − 1 of all layers, so that weight decay pulls the factors to one; ``factor_layout`` says where (``conv.r``,
+    ``conv.s``). With ``gaussian`` every factor is N(1 + deviation, softplus(ρ)²), with ρ (M, total).
+
+    `forward_members` runs all members in one pass over a batch that is repeated for each, the factors applied to the
+    activations, so that batch-norm sees the joint batch. All other verbs see plain weights of one member, or their
+    mean (`centre`).
+
+    The network has to call these layers (not take their weights), and they have to be linear in their weights, with
+    the batch on the first axis; ``bayesian`` leaves out those that are not so. `nn.MultiheadAttention`, which takes
+    its weights itself, has no factors. Modules that share a weight share its factors.
+
+    Args:
+        network: any module; its current weights become W.
+        members: M.
+        factors: how they start: all ones, N(1, spread²), or random signs.
+        spread: of ``"random"``.
+        gaussian: a distribution for every factor instead of a point.
+        rho: initial ρ; −3 is a standard deviation of 0.049.
+        prior_std: s of the factors' prior N(1, s²).
+        scale_gradients: multiply the gradients that reach the factors through `forward_members` and `kl`, which are
+            means over members, by M: each member learns as fast as it would alone.
+        bayesian: chooses parameters by (name, owning module); layers whose weight is chosen get factors.
+        start_from: a trained network to take W, biases, batch-norm parameters and statistics from.
+        seed: with ``name``, where its noise lives: the initial factors, and its draws in predictions.
+        name: a name of its own makes peers of one seed differ.
+    """
+
+    kind: ClassVar[str] = "rank_one"
+    stochastic: ClassVar[bool] = True
+
+    _inverse_factor_sizes: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        members: int = 4,
+        *,
+        factors: Literal["ones", "random", "signs"] = "ones",
+        spread: float = 0.5,
+        gaussian: bool = False,
+        rho: float = -3.0,
+        prior_std: float = 0.1,
+        scale_gradients: bool = True,
+        bayesian: Predicate = conv_and_linear,
+        start_from: Source | None = None,
+        seed: int = 0,
+        name: str = "peer",
+    ) -> None:
+        super().__init__(network, bayesian=bayesian, start_from=start_from)
+        if members < 1:
+            raise InputError(f"members is {members}, expected at least 1")
+        if factors not in ("ones", "random", "signs"):
+            raise InputError(f"factors is {factors!r}, expected 'ones', 'random' or 'signs'")
+        if not spread >= 0:
+            raise InputError(f"spread is {spread}, expected a number that is not negative")
+        if not prior_std > 0:
+            raise InputError(f"prior_std is {prior_std}, expected a positive number")
+        self.seed, self.name = seed, name
+        self.members, self.gaussian, self.prior_std = members, gaussian, prior_std
+        self.scale_gradients = scale_gradients
+        self.layers = _layers(self)
+        if not self.layers:
+            raise InputError(f"no convolution or linear layer of {type(network).__name__} was chosen to get factors")
+        sizes = ((n, c) for layer in self.layers for n, c in zip(layer.names, (layer.into, layer.out), strict=True))
+        self.factor_layout = Layout({n: torch.Size([c]) for n, c in sizes})
+        self.deviations = nn.Parameter(self._initial(factors, spread))
+        self.rho = nn.Parameter(torch.full_like(self.deviations, rho)) if gaussian else None
+        inverse = self.factor_layout.inverse_sizes().to(self.mean.device)
+        self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
+        for layer in self.layers:
+            for prefix in layer.modules:
+                _attach(self.network.get_submodule(prefix), prefix)
+
+    def _initial(self, factors: str, spread: float) -> Tensor:
+        total, device = self.members * self.factor_layout.size, self.mean.device
+        address = Address(self.seed, self.name, "initial factors")
+        if factors == "random":
+            flat = normal(address, total, device).mul_(spread)
+        elif factors == "signs":
+            flat = uniform(address, total, device).lt(0.5).float().mul_(-2)
+        else:
+            flat = torch.zeros(total, device=device)
+        return flat.view(self.members, -1)
+
+    # ---- all members in one pass ----------------------------------------------------------------------------------
+
+    def train_forward(
+        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
+    ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
+        """Return logits (M·B, C), features (M·B, ...) of the named layers, the shared weights (size,) and None.
+
+        Rows 0 to B − 1 are member 0's, and so on; a mean over the rows is (1/M) Σ_m ℓ_m.
+        """
+        logits, found = self.forward_members(inputs, noise, layers)
+        return logits.flatten(0, 1), [found[layer].flatten(0, 1) for layer in layers], self.mean, None
+
+    def forward_members(
+        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return logits (M, B, C) and the outputs (M, B, ...) of the named layers, of inputs (B, ...).
+
+        ``noise`` (noise_size,) makes Gaussian factors; their means without it.
+        """
+        rows = torch.cat([prepared(inputs)] * self.members)
+        pieces = self._pieces(1 + self._deviations(noise, *self._scaled_leaves()))
+        tensors = self.named(self.mean)
+        for layer in self.layers:
+            r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
+            for prefix in layer.modules:
+                dot = f"{prefix}." if prefix else ""
+                tensors |= {f"{dot}factor_r": r, f"{dot}factor_s": s}
+        with capture(self.network, layers) as found:
+            logits = self.run_network(rows, tensors)
+        whole = {layer: output.unflatten(0, (self.members, -1)) for layer, output in found.items()}
+        return logits.unflatten(0, (self.members, -1)), whole
+
+    def _scaled_leaves(self) -> tuple[Tensor, Tensor | None]:
+        """Return deviations and ρ, (M, total), whose gradients are multiplied by M where that is asked for."""
+        if not self.scale_gradients:
+            return self.deviations, self.rho
+        rho = None if self.rho is None else _with_gradient_times(self.rho, self.members)
+        return _with_gradient_times(self.deviations, self.members), rho
+
+    def _deviations(self, noise: Tensor | None, centre: Tensor, rho: Tensor | None) -> Tensor:
+        """Return the deviations from one that noise (noise_size,) makes, (M, total)."""
+        if rho is None or noise is None:
+            return centre
+        return torch.addcmul(centre, F.softplus(rho), noise.view_as(centre))
+
+    def _pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return r and s of all layers by name, (..., channels), as views of flat (..., total)."""
+        return dict(zip(self.factor_layout.shapes, flat.split(self.factor_layout.sizes, -1), strict=True))
+
+    # ---- plain weights --------------------------------------------------------------------------------------------
+
+    def draw(self, address: Address) -> Weights:
+        """Return the weights of member ``address.number`` mod M, its Gaussian factors drawn at the address."""
+        noise = normal(address, self.noise_size, self.mean.device) if self.gaussian else None
+        number, drawn = address.number, self._deviations(noise, self.deviations, self.rho)
+        if isinstance(number, Tensor):  # not an index, for which the host would wait
+            own = drawn.index_select(0, (number.to(drawn.device) % self.members).reshape(1))
+        else:
+            own = drawn[number % self.members].unsqueeze(0)
+        return self.weights(self._averaged(own))
+
+    def member(self, number: int) -> Weights:
+        """Return the weights of one member, W ∘ s_m r_mᵀ, with Gaussian factors at their means."""
+        if not 0 <= number < self.members:
+            raise InputError(f"there is no member {number}: they are 0 to {self.members - 1}")
+        return self.weights(self._averaged(self.deviations[number : number + 1]))
+
+    @property
+    def noise_size(self) -> int:
+        """One number a Gaussian factor, for all members at once."""
+        return self.deviations.numel() if self.gaussian else 0
+
+    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return W ∘ (1/M) Σ_m s_m r_mᵀ with the factors that noise makes, and None."""
+        return self._averaged(self._deviations(noise, self.deviations, self.rho)), None
+
+    def centre(self) -> Weights:
+        """Return the mean weights, W ∘ (1/M) Σ_m s_m r_mᵀ."""
+        return self.weights(self._averaged(self.deviations))
+
+    def average(self, merge: Merge = "exact") -> nn.Module:
+        """Return one plain network: W ∘ (1/M) Σ_m s_m r_mᵀ, or W ∘ s̄ r̄ᵀ (``"factor_mean"``).
+
+        Batch-norm keeps the statistics of training; see `recalibrate`.
+        """
+        if merge not in ("exact", "factor_mean"):
+            raise InputError(f"merge is {merge!r}, expected 'exact' or 'factor_mean'")
+        deviations = self.deviations if merge == "exact" else self.deviations.mean(0, keepdim=True)
+        return self.materialise(self.weights(self._averaged(deviations)))
+
+    def materialise(self, weights: Weights | int | None = None) -> nn.Module:
+        """Return a plain copy of the network that holds one member, by number, or one draw; the mean by default."""
+        plain = super().materialise(self.member(weights) if isinstance(weights, int) else weights)
+        for layer in self.layers:
+            for prefix in layer.modules:
+                _detach(plain.get_submodule(prefix))
+        return plain
+
+    def predict(self, images: Tensor, draws: int | None = None, **options: Any) -> Prediction:
+        """Average the probabilities of ``draws`` networks, by default of every member once.
+
+        More draws than members say nothing new where the factors are points, and are not made.
+        """
+        if draws is None or (draws > self.members and not self.gaussian):
+            draws = self.members
+        return super().predict(images, draws, **options)
+
+    def _averaged(self, deviations: Tensor) -> Tensor:
+        """Return W ∘ (1/K) Σ_k s_k r_kᵀ, flat (size,), for deviations (K, total)."""
+        tensors = self.layout.views(self.mean)
+        for name, product in self._mean_products(1 + deviations).items():
+            tensors[name] = tensors[name] * product
+        return self.layout.flatten(tensors)
+
+    def _mean_products(self, factors: Tensor) -> dict[str, Tensor]:
+        """Return (1/K) Σ_k s_k r_kᵀ by weight, to be broadcast with it, for factors (K, total)."""
+        pieces, found = self._pieces(factors), {}
+        for layer in self.layers:
+            r, s = (pieces[name] for name in layer.names)
+            product = layer.products(r, s).mean(0)
+            found[layer.weight] = product.view(*product.shape, *[1] * (len(self.layout.shapes[layer.weight]) - 2))
+        return found
+
+    # ---- what is known --------------------------------------------------------------------------------------------
+
+    def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
+        """Return (1/M) Σ_m KL(q_m ‖ prior) over the factors, which is no less than the KL of the members' mixture.
+
+        ``layer_mean`` is Σ_l mean_{i∈l} over the vectors r and s of all layers. 0 for points. A scalar, in nats.
+        """
+        per_factor = self.kl_per_weight(weights)
+        return per_factor.sum() if reduction == "sum" else torch.dot(per_factor, self._inverse_factor_sizes)
+
+    def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
+        """Return the KL by factor, a mean over members, shape (total,): the weights are points, the factors are not."""
+        deviations, rho = self._scaled_leaves()
+        if rho is None:
+            return torch.zeros_like(self._inverse_factor_sizes)
+        return gaussian_kl(deviations, F.softplus(rho), 0.0, self.prior_std).mean(0)
+
+    @property
+    @torch.no_grad()
+    def std(self) -> Tensor:
+        """Standard deviation of every weight over the members and their draws, shape (size,); without gradients.
+
+        |W| √(E a² − (E a)²) with a = s r: E a = (1/M) Σ_m s̄ r̄, E a² = (1/M) Σ_m (s̄² + σ_s²)(r̄² + σ_r²).
+        """
+        factors = 1 + self.deviations.double()
+        squares = factors.square()
+        if self.rho is not None:
+            squares = squares + F.softplus(self.rho.double()).square()
+        first, second = self._mean_products(factors), self._mean_products(squares)
+        own, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
+        spread = {name: (second[name] - first[name].square()).clamp_min(0).sqrt().float() for name in first}
+        return self.layout.flatten(zeros | {name: own[name].abs() * spread[name] for name in spread})
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that `load` needs; the values of the factors are in the file."""
+        return {
+            "members": self.members,
+            "gaussian": self.gaussian,
+            "prior_std": self.prior_std,
+            "scale_gradients": self.scale_gradients,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Return every tensor by its place, with ``factor/conv.r`` (M, channels) for deviations, and ``factor_rho``."""
+        parts = {"factor": self.deviations} | ({} if self.rho is None else {"factor_rho": self.rho})
+        tensors = super().state()
+        for part, flat in parts.items():
+            tensors |= {f"{part}/{name}": piece for name, piece in self._pieces(flat).items()}
+        return tensors
+
+
+@torch.no_grad()
+def recalibrate(network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512) -> nn.Module:
+    """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
+
+    Args:
+        network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
+        batches: a split, or batches of images, or of (images, labels); every batch counts the same.
+        batch_size: images in a batch of a split.
+
+    Returns:
+        The network.
+    """
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return network
+    device = norms[0].running_mean.device  # type: ignore[union-attr]
+    if not isinstance(batches, Iterable):
+        split = batches
+        batches = (split.batch(part, device) for part in torch.arange(len(split)).split(batch_size))
+    modes = {module: module.training for module in network.modules()}
+    momenta = [norm.momentum for norm in norms]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    network.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a cumulative average
+        norm.train()
+    done = False
+    try:
+        for batch in batches:
+            network(prepared((batch if isinstance(batch, Tensor) else batch[0]).to(device)))
+            done = True
+        if not done:
+            raise InputError("there are no batches to recalibrate with")
+    except BaseException:
+        for buffer, kept in before:
+            buffer.copy_(kept)
+        raise
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training
+    return network
+
+
+def _with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
+    # The same values, exactly; tensor operations, which compilers and captures take as they are.
+    fixed = tensor.detach()
+    return fixed + factor * (tensor - fixed)
+
+
+# ---- layers of the network ------------------------------------------------------------------------------------------
+
+
+def _layers(posterior: Posterior) -> list[_Layer]:
+    """Return the weights that get factors: chosen, and used by convolutions and linear layers alone."""
+    users: dict[str, list[tuple[str, nn.Module, str]]] = {}
+    inside = {id(m.out_proj) for m in posterior.network.modules() if isinstance(m, nn.MultiheadAttention)}
+    for prefix, module in posterior.network.named_modules():
+        for leaf in module._parameters:
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            home = posterior.aliases.get(name, name)
+            if home in posterior.layout.shapes:
+                users.setdefault(home, []).append((prefix, module, leaf))
+    found = []
+    for home, uses in users.items():
+        shapes = {_channels(m) if leaf == "weight" and id(m) not in inside else None for _, m, leaf in uses}
+        if shapes == {None}:
+            continue
+        (shape, *others) = shapes
+        if shape is None or others:
+            layers = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
+            raise InputError(
+                f"parameter '{home}' is shared by layers of different kinds ({layers}), which no pair of factors "
+                "serves; leave it out with bayesian=..."
+            )
+        found.append(_Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
+    return found
+
+
+def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
+    if isinstance(module, _ConvNd):
+        return module.in_channels, module.out_channels, module.groups, module.transposed
+    return (module.in_features, module.out_features, 1, False) if isinstance(module, nn.Linear) else None
+
+
+def _attach(module: nn.Module, name: str) -> None:
+    # The factors come by functional_call, like the weights; where none come, the layer is what it was.
+    module.register_parameter("factor_r", None)
+    module.register_parameter("factor_s", None)
+    module.register_forward_pre_hook(functools.partial(_scale_input, name))
+    module.register_forward_hook(functools.partial(_scale_output, name))
+
+
+def _detach(module: nn.Module) -> None:
+    del module.factor_r, module.factor_s
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "func", None) in (_scale_input, _scale_output):
+                del hooks[key]
+
+
+def _scale_input(name: str, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    r = module.factor_r
+    if r is None:
+        return None
+    x, *others = arguments
+    return (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2), *others
+
+
+def _scale_output(name: str, module: Any, _arguments: Any, y: Tensor) -> Tensor | None:
+    s = module.factor_s
+    if s is None:
+        return None
+    rows, factor = _by_member(name, y, s), _broadcast(module, s, y)
+    if module.bias is None:
+        return (rows * factor).to(y.dtype).flatten(0, 2)
+    # s ⊙ (y − b) + b, with what is the same for all images put together first.
+    shift = _broadcast(module, (1 - s[:, :1]) * module.bias, y)
+    return torch.addcmul(shift, rows, factor).to(y.dtype).flatten(0, 2)
+
+
+def _by_member(name: str, rows: Tensor, factor: Tensor) -> Tensor:
+    """Return rows (M·B·T, ...) as (M, B, T, ...), for factors (M, B, channels)."""
+    members, images, _ = factor.shape
+    if len(rows) % (members * images):
+        raise InputError(
+            f"layer '{name}' works on shape {tuple(rows.shape)}, whose first axis is not that of the {members} times "
+            f"{images} images; leave it out with bayesian=..."
+        )
+    split: Tensor = rows.unflatten(0, (members, images, -1))
+    return split
+
+
+def _broadcast(module: nn.Module, factor: Tensor, rows: Tensor) -> Tensor:
+    """Return factors (M, B, channels) with axes of length one wherever (M, B, T, ...) has none of theirs."""
+    ones, channels = [1] * (rows.dim() - 2), factor.shape[2]
+    axes = [*ones, channels] if isinstance(module, nn.Linear) else [channels, *ones]
+    return factor.view(*factor.shape[:2], 1, *axes)
