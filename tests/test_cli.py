@@ -613,3 +613,65 @@ def test_a_network_that_cannot_take_the_images_is_one_sentence(place, tmp_path):
             overrides=["data.validation=0"],
         )
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- several runs at once ---------------------------------------------------------------------------------------
+
+
+def ended(*arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    return end.value.code
+
+
+def test_a_run_that_fails_does_not_take_the_others_results_with_it(capsys, place, tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text('extends = "mutual/digits-dnn"\nset = ["stages.*.optimizer={name=\'sgd\', lr=1e30}"]\n')
+    changes = ["--set", "stages.*.epochs=1", "--set", "peers.*.network=mlp"]
+    code = ended(
+        "train", "mutual/digits-dnn", bad, *changes, "--run", tmp_path / "runs", "--json", "-q", "--device", "cpu"
+    )
+    said = capsys.readouterr()
+    assert code == 1
+    assert [record["recipe"] for record in json.loads(said.out)] == ["mutual/digits-dnn"]
+    assert said.err.startswith("peerbayes: ")
+    assert "not finite" in said.err or "became" in said.err
+    assert (tmp_path / "runs" / "mutual-digits-dnn-seed0" / "evaluation.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mutual/digits-dnn", "mutual/digits-dnn"], "a recipe stands there twice"),
+        (["mutual/digits-dnn", "--seed", "3", "--seeds", "0,1"], "--seed and --seeds exclude each other"),
+        (["mutual/digits-dnn", "--seeds", "-1"], "expected seeds that are 0 or more"),
+        (["mutual/digits-dnn", "--run", "/dev/null/x"], "/dev/null"),
+        (
+            ["mutual/digits-dnn", "--set", "stages.0.optimizer.momentum=0.0"],
+            "nesterov needs sgd with a momentum above 0",
+        ),
+    ],
+)
+def test_what_several_runs_can_not_mean_is_one_sentence(capsys, words, sentence):
+    code = ended("train", *words, "--device", "cpu", "-q")
+    said = capsys.readouterr()
+    assert code == 2
+    assert sentence in said.err
+    assert said.err.startswith("peerbayes: ")
+    assert said.err.count("\n") == 1
+
+
+def test_resuming_into_a_folder_of_something_else_touches_nothing(capsys, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / ".notes.tmp").write_text("mine too")
+    assert ended("train", "mutual/digits-dnn", "--run", tmp_path, "--resume", "--device", "cpu", "-q") == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "thesis.txt"]
+
+
+def test_a_circle_of_sources_is_refused(capsys, tmp_path):
+    for one, two in ("ab", "ba"):
+        text = f'extends = "mutual/digits-dnn"\nset = ["peers.0.start_from={tmp_path}/{two}.toml"]\n'
+        (tmp_path / f"{one}.toml").write_text(text)
+    assert ended("train", tmp_path / "a.toml", "--run", tmp_path / "r", "--device", "cpu", "-q") == 2
+    assert "leads back to" in capsys.readouterr().err

@@ -306,7 +306,7 @@ def run(
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
     name = re.sub("[^a-z0-9]+", "-", (about["hardware"] if bench.on_gpu else platform.machine()).lower())
-    path = out or Path("results") / f"bench-{name}.json"
+    path = out or Path("results") / f"bench-{name}{'-quick' if quick else ''}.json"
     before = read_json(path) if only and path.is_file() else {}
     measured: Measured = before["measurements"] if all(before.get(key) == about[key] for key in about) else {}
 
@@ -317,7 +317,7 @@ def run(
         storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
         return record
 
-    record = write()
+    record: dict[str, Any] = {}
     for names, needs_gpu, measure in todo:
         if not wanted.intersection(names):
             continue

@@ -35,6 +35,9 @@ DataRoot = Annotated[
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
 
 
+GOES_ON = {"train": "; --resume goes on from the last checkpoint", "sweep": "; the same command goes on"}
+
+
 class Engine(enum.Enum):
     """Engines by name."""
 
@@ -142,7 +145,8 @@ def train(
         Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
     ] = Placement.auto,
     pack: Annotated[
-        int | None, typer.Option(min=1, help="Runs trained side by side.", show_default="all on a GPU, 1 on a CPU")
+        int | None,
+        typer.Option(min=1, help="Most runs side by side.", show_default="all on a GPU, 1 on a CPU"),
     ] = None,
     synchronise: Annotated[
         bool, typer.Option("--synchronise", help="With torchrun: batch-norm and kernels over all processes.")
@@ -156,6 +160,10 @@ def train(
     """
     from peerbayes import learning
 
+    if len(set(recipes)) < len(recipes):
+        raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
+    if seeds is not None and seed:
+        raise InputError("--seed and --seeds exclude each other")
     found = {recipe: learning.load_recipe(recipe, changes) for recipe in recipes}
     numbers = _parse_seeds(seeds) if seeds is not None else [seed]
     many = seeds is not None or len(found) > 1
@@ -166,9 +174,11 @@ def train(
             if run is not None:
                 folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
             jobs.append(learning.Job(recipe, folder, number))
+    failed: dict[int, learning.TrainingError] = {}
     with learning.joined(device) as world:
         runs = learning.train_jobs(
             jobs,
+            errors=failed,
             resume=resume or world.any(learning.restarted()),
             reporter=_reporter(quiet or not world.is_first),
             device=device,
@@ -181,9 +191,17 @@ def train(
             world=world,
             synchronise=synchronise,
         )
-        if world.is_first:
-            _show([_judge(done, device, data_root) for done in runs], as_json, many=many)
-        world.barrier()
+        first = world.is_first
+    # The other processes are done: judging may take longer than they would wait.
+    if not first:
+        raise typer.Exit(1 if failed else 0)
+    finished = [run for place, run in enumerate(runs) if place not in failed]
+    if finished:
+        _show([_judge(done, device, data_root) for done in finished], as_json, many=many)
+    for error in failed.values():
+        print(f"peerbayes: {error}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -269,29 +287,25 @@ def sweep(
     """Rank settings of a recipe by the validation split; the same command again goes on where it was interrupted."""
     from peerbayes import learning, reporting
 
-    try:
-        found = learning.sweep(
-            recipe,
-            over,
-            seeds=_parse_seeds(seeds),
-            changes=changes,
-            sampler=None if sampler is None else sampler.value,
-            trials=trials,
-            objective=objective.value,
-            validation=validation,
-            storage=storage,
-            study=study,
-            out=out,
-            pack=pack,
-            device=device,
-            root=data_root,
-            engine=engine.value,
-            precision=precision.value,
-            reporter=_reporter(quiet),
-        )
-    except KeyboardInterrupt:
-        typer.echo("peerbayes: interrupted; the same command goes on", err=True)
-        raise typer.Exit(130) from None
+    found = learning.sweep(
+        recipe,
+        over,
+        seeds=_parse_seeds(seeds),
+        changes=changes,
+        sampler=None if sampler is None else sampler.value,
+        trials=trials,
+        objective=objective.value,
+        validation=validation,
+        storage=storage,
+        study=study,
+        out=out,
+        pack=pack,
+        device=device,
+        root=data_root,
+        engine=engine.value,
+        precision=precision.value,
+        reporter=_reporter(quiet),
+    )
     if as_json:
         typer.echo(json.dumps(found.table, indent=1))
     else:
@@ -409,6 +423,8 @@ def _parse_seeds(text: str) -> list[int]:
         raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
     if len(set(found)) < len(found):
         raise InputError(f"seeds '{text}': a seed stands there twice")
+    if min(found) < 0:
+        raise InputError(f"seeds '{text}': expected seeds that are 0 or more")
     return found
 
 
@@ -421,13 +437,22 @@ def _reporter(quiet: bool) -> Reporter:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
-        sys.exit(app(arguments, standalone_mode=False) or 0)
+        code = app(arguments, standalone_mode=False) or 0
+        if code == 130:  # typer's word for an interrupt
+            raise KeyboardInterrupt
+        sys.exit(code)
     except InputError as error:
         print(f"peerbayes: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("peerbayes: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        words = sys.argv[1:] if arguments is None else arguments
+        print(f"peerbayes: interrupted{GOES_ON.get(words[0] if words else '', '')}", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"peerbayes: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         if type(error).__name__ == "TrainingError":  # by name: torch may not have been imported
             print(f"peerbayes: {error}", file=sys.stderr)

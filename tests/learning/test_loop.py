@@ -460,11 +460,13 @@ def test_validation_is_the_accuracy_and_nll_of_the_split():
 
 def test_an_inert_term_is_named_once_a_peer_and_a_weight_of_zero_is_not():
     recorder = Recorder()
-    given = {"likelihood": {}, "mutual": {"alpha": 0.0}, "weight_diversity": {"weight": 0.0}}
+    given = {"likelihood": {}, "mutual": {"alpha": 0.0}, "kl": {"weight": 0.0}, "weight_diversity": {"scale": 1e9}}
     Learner(made_recipe(stage(3, given), gradient_share_every=2), peers(), made_data(), 0, reporter=recorder).run()
     assert len(recorder.warnings) == 2
     for name, text in zip("ab", recorder.warnings):
-        assert text.startswith(f"mutual is inert for peer '{name}' at step 0: its share of the gradient is 0e+00")
+        assert text.startswith(
+            f"weight_diversity is inert for peer '{name}' at step 0: its share of the gradient is 0e+00"
+        )
 
 
 def test_a_small_share_is_named_only_when_it_stays_small():

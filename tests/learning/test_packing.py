@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
-from peerbayes.learning.jobs import Job, train_jobs
+from peerbayes.learning.distribution import World
+from peerbayes.learning.jobs import How, Job, train_jobs
 from peerbayes.learning.loop import run_together
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
@@ -361,3 +363,17 @@ def test_without_a_terminal_lines_carry_their_label():
         ["[b]right", "stage 1/1"],
     ]
     assert all("loss" in text for text in lines)
+
+
+# ---- how many at once -----------------------------------------------------------------------------------------------
+
+
+def test_packs_never_share_streams_or_buffers():
+    jobs = [Job(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n) for n in range(24)]
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [len(wave) for wave in How().waves(jobs, gpu)] == [10, 10, 4]  # 32 streams, 3 a pair
+    assert [len(wave) for wave in How(pack=24).waves(jobs, gpu)] == [10, 10, 4]
+    assert [len(wave) for wave in How(pack=4).waves(jobs[:6], gpu)] == [4, 2]
+    assert [len(wave) for wave in How(pack=3).waves(jobs[:6], cpu)] == [3, 3]
+    assert [len(wave) for wave in How().waves(jobs[:2], cpu)] == [1, 1]
+    assert [len(wave) for wave in How(world=World(0, 2)).waves(jobs[:3], gpu)] == [1, 1, 1]

@@ -216,7 +216,9 @@ def sentence(stdout, stderr):
     assert stdout == ""
     assert "src/peerbayes" not in stderr, stderr
     found = [line for line in stderr.splitlines() if "peerbayes:" in line]
-    assert len(found) == 1, stderr
+    # A process that is too busy to hear in time that another one has spoken says the same.
+    assert 1 <= len(found) <= 2, stderr
+    assert len(set(found)) == 1, stderr
     return found[0]
 
 

@@ -353,3 +353,31 @@ def test_batch_norm_over_another_axis_is_not_folded():
     posterior = MeanField(unsettled(Tokens()))
     assert agree(*logits(posterior, torch.rand(4, 3, 8, 8)))
     assert Folded(posterior).pairs == {}
+
+
+class Frozen(nn.Module):
+    def __init__(self, *frozen):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "frozen",
+    [("norm.weight",), ("norm.weight", "norm.bias"), ("conv.bias",), ("conv.weight", "conv.bias"), ()],
+    ids=str,
+)
+def test_frozen_parameters_are_not_forgotten(frozen, half):
+    torch.manual_seed(0)
+    network = unsettled(Frozen(*frozen))
+    posterior, images = Point(network), torch.rand(5, 3, 6, 6)
+    with torch.no_grad():
+        found = Folded(posterior.eval(), half)(images, posterior.mean).float()
+        expected = network(images)
+    assert torch.allclose(found, expected, atol=1e-5 if half is None else 0.05 * float(expected.abs().max()))
+    assert bool(Folded(posterior).pairs) == (not frozen)

@@ -22,6 +22,7 @@ from peerbayes.errors import InputError
 from peerbayes.noise import Address
 
 _CHUNK = 2048  # images that are converted at a time
+_NUMBERS = 1 << 23  # numbers that are measured at a time
 
 
 class Split(Protocol):
@@ -282,8 +283,10 @@ def measure(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
     total: Any = 0.0
     squares: Any = 0.0
     pixels = 0
-    for index in batches(len(split), _CHUNK):
-        images, _ = split.batch(index, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    one = split.batch(torch.zeros(1, dtype=torch.int64), cpu)[0].numel()
+    for index in batches(len(split), max(1, _NUMBERS // one)):
+        images, _ = split.batch(index, cpu)
         values = images.double() if images.is_floating_point() else images.double() / 255
         total = total + values.sum((0, 2, 3))
         squares = squares + values.square().sum((0, 2, 3))

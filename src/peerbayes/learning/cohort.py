@@ -191,8 +191,9 @@ class Cohort:
             self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
             self.state.update([name])
             parts.append(figures)
-            with torch.no_grad(), kept_buffers(self.peers[name]):
-                outputs[name] = self._output(name, self._images, clock)
+            if len(parts) < len(self.peers):  # for those that come after it
+                with torch.no_grad(), kept_buffers(self.peers[name]), self._forked():
+                    outputs[name] = self._output(name, self._images, clock)
         self._finish_shared()
         self.state.update([SHARED])
         return torch.cat(parts)

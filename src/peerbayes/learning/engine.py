@@ -60,8 +60,13 @@ class Compiled(Eager):
 
     name: Name = "compiled"
 
-    def begin_stage(self, step: int, stage_step: int) -> None:  # noqa: ARG002
-        """Compile; what has been compiled for a cohort of the same make is taken as it is."""
+    def begin_stage(self, step: int, stage_step: int) -> None:
+        """Compile, and try a step on copies of the state; what a cohort of the same make has had compiled is taken."""
+        self._compile()
+        with _kept_state(self.cohort):
+            self.step(step, stage_step)
+
+    def _compile(self) -> None:
         self.cohort.prepare_images = compiled(prepare_images)
         self.cohort.run_peer = compiled(run_peer)
         self.cohort.figures = compiled(stacked_figures)
@@ -126,7 +131,7 @@ class Captured(Compiled):
         """Compile, warm up on copies of the state, and capture."""
         cohort, device = self.cohort, self.cohort.device
         if cohort.autocast is not None:
-            super().begin_stage(step, stage_step)
+            self._compile()
         cohort.streams = self.streams
         generator = torch.cuda.default_generators[device.index or 0]
         offset, outside = generator.get_offset(), torch.cuda.current_stream(device)
@@ -194,7 +199,7 @@ def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once a process; it is compiled again for peers of another make, and only for those."""
+    """Compile a function once a process; again for peers of another make, and augmentation for another seed."""
     torch.compiler.assume_constant_result(noise.stream_key)  # hashing can't be traced
     made = torch.compile(function, dynamic=False)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peerbayes import data as data_room
 from peerbayes import networks
-from peerbayes.data import Dataset, Placement
+from peerbayes.data import Dataset, Placement, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import ALONE, World
@@ -63,7 +63,8 @@ class How:
         precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
         placement: where the training images lie; see `peerbayes.data.feed`.
         checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 30 s.
-        pack: jobs trained side by side; by default all that a GPU has streams for, and one on a CPU.
+        pack: most jobs trained side by side; by default all that a GPU has streams for, 32 // (peers + 1), and one on a
+            CPU or with many processes.
         world: the processes that share each batch.
         synchronise: take batch-norm's and kernels' statistics over all processes.
     """
@@ -97,11 +98,12 @@ class How:
 
     def waves(self, jobs: Sequence[Job], device: torch.device) -> list[Sequence[Job]]:
         """Return the jobs in groups that are trained side by side."""
-        pack = self.pack
-        if pack is None:
-            captured = pick(self.engine, device) == "captured"
-            most = max((len(job.recipe.peers) for job in jobs), default=1) + 1
-            pack = max(1, STREAMS // most) if captured else 1
+        captured = pick(self.engine, device) == "captured"
+        streams = max((len(job.recipe.peers) for job in jobs), default=1) + 1
+        most = max(1, STREAMS // streams) if captured else len(jobs) or 1
+        pack = min(most, self.pack or (most if captured else 1))
+        if self.world.size > 1:
+            pack = 1  # gradients of several runs would meet in one buffer
         return [jobs[i : i + pack] for i in range(0, len(jobs), pack)]
 
 
@@ -209,7 +211,7 @@ def train_jobs(
     for wave in settings.waves(left, device):
         sessions = []
         for job in wave:
-            data = loaded(job.recipe)
+            data = loaded(job.recipe, job.folder / "vocabulary.json")
             peers = {
                 p.name: build_peer(p, job.recipe, data, job.seed, job.folder.parent, device) for p in job.recipe.peers
             }
@@ -230,11 +232,14 @@ class _Loaded:
         self.root = root
         self._found: dict[str, Dataset] = {}
 
-    def __call__(self, recipe: Recipe) -> Dataset:
+    def __call__(self, recipe: Recipe, vocabulary: Path | None = None) -> Dataset:
+        """Return a recipe's data; with the vocabulary of a run that goes on, where there is that file."""
         options = recipe.data
-        key = repr((options.name, options.validation, options.size, options.classes, options.text))
+        known = Vocabulary.load(vocabulary) if vocabulary is not None and vocabulary.is_file() else None
+        told = (options.name, options.validation, options.size, options.classes, options.text)
+        key = repr((*told, None if known is None else known.digest))
         if key not in self._found:
-            self._found[key] = load_data(recipe, self.root)
+            self._found[key] = load_data(recipe, self.root, known)
         return self._found[key]
 
 
@@ -251,8 +256,9 @@ def _with_full_path(recipe: Recipe) -> Recipe:
     data, changes = recipe.data, dict[str, Any]()
     if data.name not in data_room.names() and Path(data.name).exists():
         changes["name"] = str(Path(data.name).resolve())
-    if data.text is not None and data.text.vectors:
-        changes["text"] = data.text.model_copy(update={"vectors": str(Path(data.text.vectors).resolve())})
+    if data.text is not None and data.text.vectors and Path(data.text.vectors).expanduser().exists():
+        vectors = str(Path(data.text.vectors).expanduser().resolve())
+        changes["text"] = data.text.model_copy(update={"vectors": vectors})
     return recipe.model_copy(update={"data": data.model_copy(update=changes)}) if changes else recipe
 
 
@@ -298,6 +304,12 @@ def _source(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | N
         raise InputError(f"peer '{peer.name}': start_from '{source}' is neither a recipe, a run folder nor a file")
     # The source must fit this run: same data, same network.
     named = load_recipe(source)
+    if len(named.peers) != 1:
+        raise InputError(
+            f"peer '{peer.name}': start_from '{source}' has peers {', '.join(p.name for p in named.peers)}; "
+            "train it, and name one of its weights-*.safetensors files"
+        )
+    _refuse_circle(source, peer)
     table = named.model_dump(exclude_none=True)
     table["data"] |= recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
     for item in table["peers"]:
@@ -307,6 +319,17 @@ def _source(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | N
     if fitted != named:
         folder = folder.with_name(f"{folder.name}-{fitted.digest}")
     return Job(fitted, folder, seed)
+
+
+def _refuse_circle(source: str, peer: Peer) -> None:
+    seen, now = [], source
+    while now in packaged() or Path(now).is_file():
+        if now in seen:
+            raise InputError(f"peer '{peer.name}': start_from '{source}' leads back to '{now}'")
+        seen.append(now)
+        now = next((p.start_from for p in load_recipe(now).peers if p.start_from), "")
+        if now.endswith(".safetensors"):
+            return
 
 
 def _only_weights(run: Run, peer: Peer) -> Path:
@@ -414,7 +437,8 @@ class _Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder):
             for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
-                stale.unlink()
+                if _is_of_a_run(stale.name):
+                    stale.unlink()
             self.about = {
                 "seed": job.seed,
                 "finished": False,
@@ -473,7 +497,8 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder for the run")
     if not (folder / "recipe.toml").is_file():
-        if folder.is_dir() and any(folder.iterdir()) and not resume:
+        strange = [path.name for path in folder.iterdir() if not _is_of_a_run(path.name)] if folder.is_dir() else []
+        if strange or (folder.is_dir() and any(folder.iterdir()) and not resume):
             raise InputError(f"{folder}: the folder is not empty and holds no run; choose another one")
         return
     if not resume:
@@ -483,6 +508,11 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of seed {about.get('seed')}, not {job.seed}")
     if before != job.recipe:
         raise InputError(f"{folder}: holds a run of another recipe ('{before.title}'), or with other settings")
+
+
+def _is_of_a_run(name: str) -> bool:
+    parts = ("run.json", "metrics.jsonl", "vocabulary.json", "recipe.toml", "checkpoint-", "weights-", ".lock")
+    return name.lstrip(".").startswith(tuple(part.lstrip(".") for part in parts))
 
 
 class _MetricsLog:

@@ -376,7 +376,7 @@ class Learner:
         posterior.eval()
         with kept_buffers(posterior):
             try:
-                return posterior.forward_features(images, weights, layers)
+                logits, features = posterior.forward_features(images, weights, layers)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 if isinstance(error, InputError):
                     raise
@@ -385,6 +385,11 @@ class Learner:
                     f"the network of peer '{peer}' can't take {self.data.name}'s images, of shape "
                     f"{tuple(images.shape[1:])}: {why}"
                 ) from error
+        found: Any = logits
+        if not isinstance(found, Tensor):
+            kind = type(found).__name__
+            raise InputError(f"the network of peer '{peer}' returns a {kind}, expected a tensor of logits")
+        return logits, features
 
     def _shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
         if not layers:

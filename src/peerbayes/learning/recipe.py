@@ -105,6 +105,12 @@ class Optimizer(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(ge=0)] = 0.0
 
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Optimizer:
+        if self.nesterov and (self.name != "sgd" or not self.momentum):
+            raise ValueError("nesterov needs sgd with a momentum above 0")
+        return self
+
 
 class Stage(Strict):
     """Epochs with an optimiser, a learning-rate schedule and terms. Optimiser and learning rate start anew.
@@ -229,7 +235,12 @@ def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, An
     changes = table.pop("set", [])
     if not isinstance(table["extends"], str) or not isinstance(changes, list):
         raise InputError(f"{origin}: 'extends' must name a recipe, and 'set' be a list such as ['stages.0.epochs=5']")
-    below, below_origin, _ = _find(table.pop("extends"))
+    wanted = table.pop("extends")
+    beside = path.parent / wanted  # a file is looked for beside the recipe first
+    try:
+        below, below_origin, _ = _find(beside if beside.is_file() else wanted)
+    except InputError as error:
+        raise InputError(f"{origin}: extends '{wanted}', but {error}") from None
     if below.resolve() in (*above, path.resolve()):
         raise InputError(f"{origin}: extends itself by way of {below_origin}")
     base = _read(below, below_origin, (*above, path.resolve()))

@@ -248,6 +248,9 @@ def _is_ours(posterior: Posterior, layer: str, norm: str) -> bool:
     others = posterior.rest_layout.shapes
     tied = {*posterior.aliases, *posterior.aliases.values()}
     names = [f"{part}.{leaf}" for part in (layer, norm) for leaf in ("weight", "bias")]
+    frozen = {name for name, _ in posterior.network.named_parameters()}  # those in training are in the flat tensors
+    if not frozen.isdisjoint(names):
+        return False
     return (
         f"{layer}.weight" in drawn
         and f"{layer}.bias" not in others
