@@ -437,7 +437,8 @@ def test_an_occupied_folder_is_refused_and_a_restart_does_not_resume_it(place, t
 def test_a_term_that_breaks_in_one_process_ends_its_run_in_both(place, driven):
     codes, *said = driven["broken"]
     assert codes == [1, 1]
-    assert "term 'likelihood' of peer 'a' became nan at step 2 (epoch 1)" in sentence(*said)
+    assert "term 'likelihood' of peer 'a' became nan at step 2 (epoch 1)" in sentence("", said[1])
+    assert [record["recipe"] for record in json.loads(said[0])] == ["dropping"]  # the other run's results
     assert not Run(place / "broken" / "run" / "breaking-seed0").finished
     # The run after it was trained all the same.
     assert Run(place / "broken" / "run" / "dropping-seed0").finished

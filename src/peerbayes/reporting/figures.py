@@ -111,7 +111,8 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.set_yscale("symlog" if key == "terms" else "log", **({"linthresh": 1e-3} if key == "terms" else {}))
-        axes.legend(frameon=False, fontsize=8)
+        if names:  # shares may not have been measured
+            axes.legend(frameon=False, fontsize=8)
     return figure
 
 
