@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peerbayes.divergences import check_pair
 from peerbayes.errors import InputError
 
 _LARGE = 16.0  # from here on Stirling's series is exact in float64, below it the functions of torch lose no digits
@@ -37,15 +38,7 @@ def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:
     Returns:
         The divergence in nats, shape ``(...)``: not reduced otherwise.
     """
-    if not (alpha.is_floating_point() and beta.is_floating_point()):
-        raise InputError(
-            f"alpha has type {alpha.dtype} and beta has type {beta.dtype}: expected floating-point concentrations."
-        )
-    if alpha.dim() == 0 or beta.dim() == 0 or alpha.shape[-1] != beta.shape[-1]:
-        raise InputError(
-            f"alpha has shape {tuple(alpha.shape)} and beta has shape {tuple(beta.shape)}: "
-            "expected (..., classes) with the same number of classes."
-        )
+    check_pair("concentrations", alpha=alpha, beta=beta)
     dtype = torch.promote_types(torch.promote_types(alpha.dtype, beta.dtype), torch.float32)
     alpha, beta = torch.broadcast_tensors(alpha.double(), beta.double())
     found: Tensor = _DirichletKL.apply(alpha, beta)

@@ -297,19 +297,21 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 def _pair(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Check two sets of log-probabilities and bring them to one shape and one precision."""
-    if not (log_p.is_floating_point() and log_q.is_floating_point()):
-        raise InputError(
-            f"log_p has type {log_p.dtype} and log_q has type {log_q.dtype}: expected floating-point log-probabilities."
-        )
-    if log_p.dim() == 0 or log_q.dim() == 0 or log_p.shape[-1] != log_q.shape[-1]:
-        raise InputError(
-            f"log_p has shape {tuple(log_p.shape)} and log_q has shape {tuple(log_q.shape)}: "
-            "expected (..., classes) with the same number of classes."
-        )
-    _check_broadcast(log_p=log_p, log_q=log_q)
+    check_pair("log-probabilities", log_p=log_p, log_q=log_q)
     dtype = torch.promote_types(_at_least_float32(log_p).dtype, _at_least_float32(log_q).dtype)
     log_p, log_q = torch.broadcast_tensors(log_p.to(dtype), log_q.to(dtype))
     return log_p, log_q
+
+
+def check_pair(what: str, **pair: Tensor) -> None:
+    """Refuse two tensors that are not (..., classes) of floating-point numbers, or do not broadcast."""
+    if not all(tensor.is_floating_point() for tensor in pair.values()):
+        types = " and ".join(f"{name} has type {tensor.dtype}" for name, tensor in pair.items())
+        raise InputError(f"{types}: expected floating-point {what}.")
+    if any(tensor.dim() == 0 for tensor in pair.values()) or len({tensor.shape[-1] for tensor in pair.values()}) > 1:
+        shapes = " and ".join(f"{name} has shape {tuple(tensor.shape)}" for name, tensor in pair.items())
+        raise InputError(f"{shapes}: expected (..., classes) with the same number of classes.")
+    _check_broadcast(**pair)
 
 
 def _check_broadcast(**tensors: Tensor | float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from peerbayes.data.sources import find
+from peerbayes.data.sources import find, source
 from peerbayes.errors import InputError
 
 LABELS = ("label", "category", "class", "class index", "intent")
@@ -57,20 +57,6 @@ class Corpus:
     validation: Texts | None = None
     classes: int = 0
     class_names: tuple[str, ...] | None = None
-
-
-CorpusReader = Callable[[Path, bool], Corpus]  # (root, whether the training split is wanted)
-CORPORA: dict[str, CorpusReader] = {}
-
-
-def corpus(name: str) -> Callable[[CorpusReader], CorpusReader]:
-    """Register a reader of texts under a name."""
-
-    def register(reader: CorpusReader) -> CorpusReader:
-        CORPORA[name] = reader
-        return reader
-
-    return register
 
 
 # ---- rows of files --------------------------------------------------------------------------------------------------
@@ -350,13 +336,13 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
 # ---- the known sets -------------------------------------------------------------------------------------------------
 
 
-@corpus("agnews")
+@source("agnews")
 def _agnews(root: Path, want_train: bool) -> Corpus:
     path = find(root, ("ag_news_csv", "agnews", "ag_news"), "ag_news_csv.tar.gz")
     return read_corpus(path, want_train, ("World", "Sports", "Business", "Sci/Tech"))
 
 
-@corpus("yahoo")
+@source("yahoo")
 def _yahoo(root: Path, want_train: bool) -> Corpus:
     topics = ("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet",
               "Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships",
@@ -365,13 +351,13 @@ def _yahoo(root: Path, want_train: bool) -> Corpus:
     return read_corpus(path, want_train, topics)
 
 
-@corpus("yelp")
+@source("yelp")
 def _yelp(root: Path, want_train: bool) -> Corpus:
     path = find(root, ("yelp_review_full_csv", "yelp"), "yelp_review_full_csv.tar.gz")
     return read_corpus(path, want_train, tuple(f"{stars} star{'s' if stars > 1 else ''}" for stars in range(1, 6)))
 
 
-@corpus("banking77")
+@source("banking77")
 def _banking77(root: Path, want_train: bool) -> Corpus:
     path = find(root, ("banking77", "banking_data", "banking77_train.csv"), "banking_data (train.csv and test.csv)")
     if path.is_dir():
@@ -382,12 +368,12 @@ def _banking77(root: Path, want_train: bool) -> Corpus:
 _CLINC = ("clinc150.json", "clinc150/data_full.json", "data_full.json")
 
 
-@corpus("clinc150")
+@source("clinc150")
 def _clinc150(root: Path, want_train: bool) -> Corpus:
     return _read_json(find(root, _CLINC, "data_full.json"), want_train)
 
 
-@corpus("clinc150-oos")
+@source("clinc150-oos")
 def _clinc150_oos(root: Path, want_train: bool) -> Corpus:
     path = find(root, _CLINC, "data_full.json")
     if want_train:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import noise
-from peerbayes.data.corpora import CORPORA, Corpus, Texts, is_corpus, read_corpus
+from peerbayes.data.corpora import Corpus, Texts, is_corpus, read_corpus
 from peerbayes.data.sources import READERS, Source, Stored, data_root, read_folder, read_npz
 from peerbayes.data.splits import ArraySplit, Split, held_out, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
@@ -81,7 +81,7 @@ class Dataset:
 
 def names() -> tuple[str, ...]:
     """Return the registered names, sorted."""
-    return tuple(sorted({*READERS, *CORPORA}))
+    return tuple(sorted(READERS))
 
 
 def load(
@@ -235,8 +235,6 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
     base = data_root(root)
     if isinstance(name, str) and name in READERS:
         return READERS[name](base, want_train)
-    if isinstance(name, str) and name in CORPORA:
-        return CORPORA[name](base, want_train)
     path = Path(name).expanduser()
     for place in (path, base / path):
         if is_corpus(place):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from peerbayes import noise
 from peerbayes.data import folders, formats
 from peerbayes.data.splits import ArraySplit, FolderSplit, held_out
 from peerbayes.errors import InputError
+
+if TYPE_CHECKING:
+    from peerbayes.data.corpora import Corpus
 
 Stored = ArraySplit | FolderSplit
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
@@ -48,14 +51,15 @@ class Source:
     soft_labels: Tensor | None = None
 
 
-Reader = Callable[[Path, bool], Source]  # (root, whether the training split is wanted)
+Reader = Callable[[Path, bool], "Source | Corpus"]  # (root, whether the training split is wanted)
 READERS: dict[str, Reader] = {}
+R = TypeVar("R", bound=Reader)
 
 
-def source(name: str) -> Callable[[Reader], Reader]:
+def source(name: str) -> Callable[[R], R]:
     """Register a reader under a name."""
 
-    def register(reader: Reader) -> Reader:
+    def register(reader: R) -> R:
         READERS[name] = reader
         return reader
 

@@ -14,7 +14,7 @@ from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
 from peerbayes.learning import recipe as settings
 from peerbayes.learning.distribution import World, gather_batch
-from peerbayes.learning.shares import gradient_norms
+from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
 from peerbayes.networks import capture
 from peerbayes.noise import Address
@@ -268,21 +268,8 @@ class Cohort:
             for name, posterior in self.peers.items():
                 values = [term.value(batch, name, options) for term, options in self.state.terms]
                 parameters = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
-                if self.world.size > 1:
-                    found.append(torch.stack([self._global_norm(value, parameters) for value in values]))
-                    continue
-                norms = gradient_norms(values, parameters)
-                found.append(torch.stack([norms, torch.stack([v.detach().float() for v in values])], -1))
+                found.append(torch.stack([norm_and_value(value, parameters, self.world) for value in values]))
             return torch.stack(found)
-
-    def _global_norm(self, value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """Return ‖mean ∇ value‖ and the mean of the value over the processes, shape (2,)."""
-        parts: Sequence[Tensor] = ()
-        if value.requires_grad:
-            parts = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
-        flat = torch.cat([part.detach().flatten().float() for part in (*parts, value)])
-        self.world.average([flat])
-        return torch.stack([flat[:-1].square().sum().sqrt(), flat[-1]])
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ def train_jobs(
         if any(job.folder.resolve() == other.folder.resolve() for other in jobs[:place]):
             raise InputError(f"{job.folder}: two runs can't have one folder")
         _refuse_occupied(job, resume)
-    device, loaded = settings.place(), _Loaded(settings.root)
+    device, loaded = settings.place(), Loaded(settings.root)
     done = _train_sources(jobs, loaded, device, reporter, settings)
     found: dict[int, TrainingError] = {}
     left = [job for job in jobs if job.folder.resolve() not in done and not _is_finished(job, reporter)]
@@ -212,11 +212,8 @@ def train_jobs(
         sessions = []
         for job in wave:
             data = loaded(job.recipe, job.folder / "vocabulary.json")
-            peers = {
-                p.name: build_peer(p, job.recipe, data, job.seed, job.folder.parent, device) for p in job.recipe.peers
-            }
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
-            sessions.append(_Session(job, peers, data, resume, voice, settings, len(wave)))
+            sessions.append(_Session(job, _peers(job, data, device), data, resume, voice, settings, len(wave)))
         found |= {jobs.index(wave[place]): error for place, error in _train_wave(sessions, settings.world).items()}
     if errors is not None:
         errors.update(found)
@@ -225,8 +222,8 @@ def train_jobs(
     return [Run(job.folder) for job in jobs]
 
 
-class _Loaded:
-    """Data sets, each loaded once, so that packed runs share one copy on the device."""
+class Loaded:
+    """Data sets of recipes, each loaded once, so that packed runs share one copy on the device."""
 
     def __init__(self, root: str | Path | None) -> None:
         self.root = root
@@ -234,10 +231,8 @@ class _Loaded:
 
     def __call__(self, recipe: Recipe, vocabulary: Path | None = None) -> Dataset:
         """Return a recipe's data; with the vocabulary of a run that goes on, where there is that file."""
-        options = recipe.data
         known = Vocabulary.load(vocabulary) if vocabulary is not None and vocabulary.is_file() else None
-        told = (options.name, options.validation, options.size, options.classes, options.text)
-        key = repr((*told, None if known is None else known.digest))
+        key = recipe.data.model_dump_json(include=DATA_KEYS) + (known.digest if known is not None else "")
         if key not in self._found:
             self._found[key] = load_data(recipe, self.root, known)
         return self._found[key]
@@ -341,7 +336,7 @@ def _only_weights(run: Run, peer: Peer) -> Path:
 
 
 def _train_sources(
-    jobs: Sequence[Job], loaded: _Loaded, device: torch.device, reporter: Reporter, how: How
+    jobs: Sequence[Job], loaded: Loaded, device: torch.device, reporter: Reporter, how: How
 ) -> set[Path]:
     """Train what the jobs' peers start from, where it is missing; return the folders."""
     sources: dict[Path, Job] = {}
@@ -382,10 +377,6 @@ class _Mute(Reporter):
 
     def warn(self, text: str) -> None:
         """Say nothing."""
-
-    def beside(self, label: str) -> Reporter:  # noqa: ARG002
-        """Return itself."""
-        return self
 
 
 class _Session:

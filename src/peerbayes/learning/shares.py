@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from peerbayes.learning.distribution import World
+
 INERT = 1e-4
 _SAID = 10**9
 
 
-def gradient_norms(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return ‖∇ value‖ over the parameters by value, shape (len(values),); the graphs are kept."""
-    norms = []
-    for value in values:
-        found: Sequence[Tensor | None] = ()
-        if value.requires_grad:
-            found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        squares = [g.square().sum() for g in found if g is not None]
-        norms.append(torch.stack(squares).sum().sqrt() if squares else torch.zeros_like(value))
-    return torch.stack([norm.detach().float() for norm in norms])
+def norm_and_value(value: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
+    """Return ‖∇ value‖ over the parameters, and the value, (2,), of means over processes; the graph is kept."""
+    parts: Sequence[Tensor] = ()
+    if value.requires_grad:
+        parts = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+    flat = torch.cat([part.detach().flatten().float() for part in (*parts, value)])
+    world.average([flat])
+    return torch.stack([flat[:-1].square().sum().sqrt(), flat[-1]])
 
 
 def shares_of(norms: Mapping[str, float]) -> dict[str, float]:

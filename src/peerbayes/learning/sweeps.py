@@ -22,9 +22,8 @@ from typing import Any, Literal
 import torch
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset
 from peerbayes.errors import InputError
-from peerbayes.learning.jobs import DATA_KEYS, Engine, Job, Precision, train_jobs
+from peerbayes.learning.jobs import Engine, Job, Loaded, Precision, train_jobs
 from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
@@ -189,6 +188,11 @@ class _Trainer:
     reporter: Reporter
     how: Mapping[str, Any]
 
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The data, to judge on."""
+        return Loaded(self.how["root"])
+
     def run(self, claims: Sequence[Claim]) -> None:
         """Train settings side by side and judge them; one that diverges fails alone."""
         self.reporter.headline(f"setting {'; '.join(setting_title(claim.setting) for claim in claims)}")
@@ -245,7 +249,7 @@ class _Trainer:
         self.study.fail(claim, reason)
 
     def _figures(self, run: Run) -> dict[str, float]:
-        held = self._data(run.recipe).validation
+        held = self.loaded(run.recipe, run.folder / "vocabulary.json").validation
         assert held is not None
         options = run.recipe.evaluation
         found = []
@@ -287,16 +291,6 @@ class _Trainer:
         row["changes"] = overrides(self.axes, setting)
         row["runs"] = [str(self._folder(setting, seed)) for seed in self.seeds]
         return row
-
-    def _data(self, recipe: Recipe) -> Dataset:
-        key = recipe.data.model_dump_json(include=DATA_KEYS)
-        if key not in self._loaded:
-            self._loaded[key] = load_data(recipe, self.how["root"])
-        return self._loaded[key]
-
-    @cached_property
-    def _loaded(self) -> dict[str, Dataset]:
-        return {}
 
 
 def _write(found: Sweep, about: Mapping[str, Any], device: torch.device) -> None:

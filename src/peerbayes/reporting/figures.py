@@ -95,24 +95,24 @@ def reliability_figure(records: Sequence[Record]) -> Figure:
 
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
-    figure = Figure(figsize=(9.6, 3.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
+    names = list(dict.fromkeys(n for line in metrics for p in line["peers"].values() for n in p["terms"]))
     for place, (key, name) in enumerate((("terms", "value of the term"), ("gradient_share", "share of the gradient"))):
         axes = figure.add_subplot(1, 2, place + 1)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        names = list(dict.fromkeys(n for line in metrics for p in line["peers"].values() for n in p.get(key, {})))
         for number, term in enumerate(names):
             points = [
                 (place + 1, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
                 for place, line in enumerate(metrics)
                 if any(term in p.get(key, {}) for p in line["peers"].values())
             ]
-            axes.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=term)
+            if points:  # shares may not have been measured
+                axes.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=term)
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.set_yscale("symlog" if key == "terms" else "log", **({"linthresh": 1e-3} if key == "terms" else {}))
-        if names:  # shares may not have been measured
-            axes.legend(frameon=False, fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
 
