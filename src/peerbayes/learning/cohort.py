@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from peerbayes.networks import capture
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 
-Figures = dict[str, Tensor]
 Terms = Sequence[tuple[terms.Term, Mapping[str, Any]]]
+
 
 
 @dataclass
@@ -44,51 +44,71 @@ def prepare_images(images: Tensor, names: Sequence[str], seed: int, number: int 
     return to_unit(augment(images, names, Address(seed, "data", "augment", number), first))
 
 
-def run_peer(
-    posterior: Posterior, images: Tensor, begin: Tensor, layers: Sequence[str], autocast: torch.dtype | None
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
-    """Return logits, features, flat weights and their scales of one draw, whose noise starts at ``begin``.
+def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return flat weights and their scales of one draw, whose noise starts at ``begin``."""
+    return posterior.place(noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None)
 
-    Peers of one make share what a compiler makes of this.
-    """
-    eps = noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None
-    flat, std = posterior.place(eps)
+
+def run_peer(
+    posterior: Posterior, images: Tensor, flat: Tensor, layers: Sequence[str], autocast: torch.dtype | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return logits and features of a network with these weights."""
     with (
         torch.autocast(images.device.type, autocast, enabled=autocast is not None),
         capture(posterior.network, layers) as found,
     ):
         logits = posterior.run_network(images, posterior.named(flat))
-    return logits.float(), [found[layer].float() for layer in layers], flat, std
+    return logits.float(), [found[layer].float() for layer in layers]
 
 
-def term_figures(chosen: Terms, batch: terms.Batch, peers: Iterable[str]) -> tuple[Tensor, Figures]:
-    """Return the sum of the peers' losses, and by ``peer|kind|name`` what an epoch averages of them."""
-    total = batch.labels.new_zeros((), dtype=torch.float32)
-    found: Figures = {}
+def term_value(
+    term: terms.Term, options: Mapping[str, Any], batch: terms.Batch, peer: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a term's value for a peer, and what it notes beside it."""
+    notes: dict[tuple[str, str], Tensor] = {}
+    value = term.value(replace(batch, notes=notes), peer, options)
+    return value, {name: note for (_, name), note in notes.items()}
+
+
+def total_and_figures(
+    values: Sequence[Tensor], notes: Sequence[Tensor], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a peer's terms, and in one tensor, float32: the terms, the notes, and the accuracy."""
+    hits = logits.detach().argmax(-1) == labels
+    figures = [*(value.detach() for value in values), *notes, hits.float().mean()]
+    return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
+
+
+def figure_names(chosen: Terms, batch: terms.Batch, peers: Iterable[str]) -> list[str]:
+    """Return ``peer|kind|name`` of everything that an epoch averages, in the order of a step's figures."""
+    keys = []
     for peer in peers:
-        for term, options in chosen:
-            value = term.value(batch, peer, options)
-            total = total + value
-            found[f"{peer}|terms|{term.name}"] = value.detach()
-        for (owner, name), value in batch.notes.items():
-            if owner == peer:
-                found[f"{peer}|notes|{name}"] = value
-        hits = batch.outputs[peer].logits.detach().argmax(-1) == batch.labels
-        found[f"{peer}|train|accuracy"] = hits.float().mean()
-    return total, found
+        notes = {term.name: term_value(term, options, batch, peer)[1] for term, options in chosen}
+        keys += [f"{peer}|terms|{name}" for name in notes]
+        keys += [f"{peer}|notes|{note}" for own in notes.values() for note in own]
+        keys.append(f"{peer}|train|accuracy")
+    return keys
 
 
-def stacked_figures(chosen: Terms, batch: terms.Batch, peers: Iterable[str]) -> tuple[Tensor, Tensor]:
-    """Return the sum of the peers' losses and the figures in one tensor, float32."""
-    total, found = term_figures(chosen, batch, peers)
-    return total, torch.stack([value.float() for value in found.values()])
+@dataclass(frozen=True)
+class Parts:
+    """The functions that a step is made of, as they are or compiled.
+
+    Each is compiled by itself and once, whoever calls it: peers of one network share its forward pass, and cohorts and
+    stages with a term in common share the term.
+    """
+
+    prepare_images: Callable[..., Tensor] = prepare_images
+    place_peer: Callable[..., tuple[Tensor, Tensor | None]] = place_peer
+    run_peer: Callable[..., tuple[Tensor, list[Tensor]]] = run_peer
+    term_value: Callable[..., tuple[Tensor, dict[str, Tensor]]] = term_value
+    total_and_figures: Callable[..., tuple[Tensor, Tensor]] = total_and_figures
 
 
 class Cohort:
     """Peers, a feed and a stage; `step` is the whole of a training step, and nothing in it waits for the host.
 
-    An engine may exchange ``prepare_images``, ``run_peer`` and ``figures`` for compiled ones, and give each peer a
-    stream of its own.
+    An engine may exchange ``parts`` for compiled ones, and give each peer a stream of its own.
 
     Args:
         recipe: update rule, augmentation and batch size.
@@ -129,20 +149,18 @@ class Cohort:
 
     def go_plain(self) -> None:
         """Run operation by operation from now on."""
-        self.prepare_images: Callable[..., Tensor] = prepare_images
-        self.run_peer: Callable[..., Any] = run_peer
-        self.figures: Callable[..., tuple[Tensor, Tensor]] = stacked_figures
+        self.parts = Parts()
         self.streams = {}
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """Run operation by operation inside the block."""
-        before = self.prepare_images, self.run_peer, self.figures, self.streams
+        before = self.parts, self.streams
         self.go_plain()
         try:
             yield
         finally:
-            self.prepare_images, self.run_peer, self.figures, self.streams = before
+            self.parts, self.streams = before
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
@@ -166,8 +184,10 @@ class Cohort:
         self.sums.add_(figures)
 
     def _together(self, batch: terms.Batch) -> Tensor:
-        total, figures = self.figures(self.state.terms, batch, list(self.peers))
-        total.backward()
+        with self._forked():
+            totals, found = zip(*[self._judge(batch, name) for name in self.peers], strict=True)
+        figures = torch.cat(found)
+        torch.autograd.backward(totals)
         first, *others = self.peers
         self._average(first, figures)
         for name in others:
@@ -185,7 +205,8 @@ class Cohort:
         outputs = batch.outputs = dict(batch.outputs)
         parts = []
         for name in self.peers:
-            total, figures = self.figures(self.state.terms, batch, [name])
+            with self._forked():
+                total, figures = self._judge(batch, name)
             total.backward()
             self._average(name, figures)
             self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
@@ -197,6 +218,18 @@ class Cohort:
         self._finish_shared()
         self.state.update([SHARED])
         return torch.cat(parts)
+
+    def _judge(self, batch: terms.Batch, name: str) -> tuple[Tensor, Tensor]:
+        """Return a peer's loss and figures."""
+        before = _count_derived(batch)
+        with self._own_stream(name):
+            found = [self.parts.term_value(term, options, batch, name) for term, options in self.state.terms]
+            notes = [note for _, own in found for note in own.values()]
+            values, logits = [value for value, _ in found], batch.outputs[name].logits
+            result = self.parts.total_and_figures(values, notes, logits, batch.labels)
+        if name in self.streams and _count_derived(batch) > before:  # which the others are going to use
+            torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
+        return result
 
     def _finish_shared(self) -> None:
         self.state.average_shared_gradients(len(self.peers))
@@ -211,7 +244,7 @@ class Cohort:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
-        self._images = self.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
+        self._images = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
         with self._forked():
             outputs = {name: self._output(name, self._images, clock) for name in self.peers}
         return terms.Batch(
@@ -233,7 +266,8 @@ class Cohort:
             set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
         with self._own_stream(name):
             begin = noise.start(address, self.device)
-            logits, features, flat, std = self.run_peer(posterior, images, begin, self.layers, self.autocast)
+            flat, std = self.parts.place_peer(posterior, begin)
+            logits, features = self.parts.run_peer(posterior, images, flat, self.layers, self.autocast)
         found = dict(zip(self.layers, features, strict=True))
         return terms.Output(posterior, Weights({}, flat, std), logits, found)
 
@@ -270,6 +304,10 @@ class Cohort:
                 parameters = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
                 found.append(torch.stack([norm_and_value(value, parameters, self.world) for value in values]))
             return torch.stack(found)
+
+
+def _count_derived(batch: terms.Batch) -> int:
+    return sum(len(output.derived) for output in batch.outputs.values())
 
 
 @contextlib.contextmanager

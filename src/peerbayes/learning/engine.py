@@ -10,6 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from peerbayes import noise
 from peerbayes.errors import InputError
-from peerbayes.learning.cohort import Clock, Cohort, prepare_images, run_peer, stacked_figures
+from peerbayes.learning.cohort import Clock, Cohort, Parts
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.noise import Address
 from peerbayes.posteriors.kernels import tried_kernels
@@ -56,7 +57,7 @@ class Eager:
 
 
 class Compiled(Eager):
-    """Noise, draw and network of each peer are a compiled function, all terms of all peers another."""
+    """The parts of a step are compiled functions."""
 
     name: Name = "compiled"
 
@@ -67,9 +68,8 @@ class Compiled(Eager):
             self.step(step, stage_step)
 
     def _compile(self) -> None:
-        self.cohort.prepare_images = compiled(prepare_images)
-        self.cohort.run_peer = compiled(run_peer)
-        self.cohort.figures = compiled(stacked_figures)
+        plain = Parts()
+        self.cohort.parts = Parts(**{field.name: compiled(getattr(plain, field.name)) for field in fields(plain)})
 
     def step(self, step: int, stage_step: int) -> None:
         """Run one step."""

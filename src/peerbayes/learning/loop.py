@@ -20,7 +20,7 @@ from peerbayes import evaluation, terms
 from peerbayes.data import Dataset, Placement, augment, feed
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
-from peerbayes.learning.cohort import Cohort, kept_buffers, term_figures
+from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
@@ -365,7 +365,7 @@ class Learner:
                 outputs[name] = terms.Output(posterior, weights, logits, features)
             found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.cohort.batch_size, 0.0)
             with torch.no_grad():
-                keys.append(list(term_figures(state.terms, found, self.peers)[1]))
+                keys.append(figure_names(state.terms, found, self.peers))
         return keys
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -88,19 +88,34 @@ def mutual(
     """
     options = {"weight": weight, "temperature": temperature, "alpha": alpha, "graph": graph}
     mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]
-    values = [_value(step, lesson) for lesson in mine]
-    if not values:
+    if not mine:
         return step.labels.new_zeros((), dtype=torch.float32)
+    values = torch.cat([_values(step, peer, alike) for alike in _alike(mine)])
     if graph != "best_to_rest":
-        return torch.stack(values).mean()
+        return values.mean()
     losses = torch.stack([F.cross_entropy(step.logits(name).detach(), step.labels) for name in step.peers])
     best = losses.argmin()
-    teaches = [(best == step.peers.index(lesson.teacher)).float() for lesson in mine]
-    return (torch.stack(values) * torch.stack(teaches)).sum()
+    teaches = torch.stack([best == step.peers.index(lesson.teacher) for lesson in mine])
+    return (values * teaches).sum()
 
 
-def _value(step: Step, lesson: Lesson) -> Tensor:
-    own = (step.logits(lesson.student) / lesson.temperature).log_softmax(-1)
-    target = (step.logits(lesson.teacher) / lesson.temperature).log_softmax(-1)
-    order = value_at(lesson.alpha, step.epoch)
-    return lesson.weight * lesson.temperature**2 * divergences.renyi(target, own, order).mean()
+def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
+    """Return the lessons in groups that differ by the teacher alone; all in one where the graph has no options."""
+    groups: list[list[Lesson]] = []
+    for lesson in mine:
+        same = [group for group in groups if replace(group[0], teacher=lesson.teacher) == lesson]
+        if same:
+            same[0].append(lesson)
+        else:
+            groups.append([lesson])
+    return groups
+
+
+def _values(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
+    """Return what lessons alike cost their student, shape (lessons,)."""
+    temperature, weight = alike[0].temperature, alike[0].weight
+    own = (step.logits(peer) / temperature).log_softmax(-1)
+    targets = torch.stack([step.logits(lesson.teacher) for lesson in alike])
+    order = value_at(alike[0].alpha, step.epoch)
+    found = divergences.renyi((targets / temperature).log_softmax(-1), own, order).mean(-1)
+    return weight * temperature**2 * found
