@@ -173,7 +173,7 @@ def test_version_is_printed():
 def test_seeds_make_a_run_each_and_a_table_with_spread(place, tmp_path):
     for method in ("small", "other"):
         text = called("train", place / f"{method}.toml", "--seeds", "0,1", "--run", tmp_path / method, *QUIET)
-        assert text.count("±") == 9
+        assert text.count("±") == 12
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["seed0", "seed1"]
     records = json.loads(called("evaluate", tmp_path / "small", "--json", "--device", "cpu"))
     assert [record["seed"] for record in records] == [0, 1]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peerbayes import data, divergences, evaluation, learning, networks, noise, posteriors, reporting, terms
     from peerbayes.errors import InputError
-    from peerbayes.learning import Recipe, Run, fit, load, load_recipe, train
+    from peerbayes.learning import Recipe, Run, distill, fit, load, load_recipe, train
     from peerbayes.networks import network
     from peerbayes.noise import Address
-    from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, Weights
+    from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, RankOne, Weights
     from peerbayes.reporting import evaluate
     from peerbayes.terms import Step, term
 
@@ -27,10 +27,12 @@ _HOMES = {
     "Point": "posteriors",
     "Posterior": "posteriors",
     "Prediction": "posteriors",
+    "RankOne": "posteriors",
     "Recipe": "learning",
     "Run": "learning",
     "Step": "terms",
     "Weights": "posteriors",
+    "distill": "learning",
     "evaluate": "reporting",
     "fit": "learning",
     "load": "learning",
@@ -48,11 +50,13 @@ __all__ = [
     "Point",
     "Posterior",
     "Prediction",
+    "RankOne",
     "Recipe",
     "Run",
     "Step",
     "Weights",
     "data",
+    "distill",
     "divergences",
     "evaluate",
     "evaluation",

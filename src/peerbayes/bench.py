@@ -28,8 +28,8 @@ from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError, nearest
 from peerbayes.learning import Learner, Recipe, Reporter, environment, load_recipe
 from peerbayes.learning.engine import Name
-from peerbayes.learning.jobs import build_peer
 from peerbayes.learning.run import network_inputs, pick_device, read_json
+from peerbayes.learning.sources import build_peer
 from peerbayes.posteriors import prediction, storage
 
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side

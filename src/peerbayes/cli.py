@@ -174,22 +174,36 @@ def train(
             if run is not None:
                 folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
             jobs.append(learning.Job(recipe, folder, number))
+    _train_and_show(
+        jobs,
+        many,
+        as_json,
+        quiet,
+        resume,
+        device=device,
+        root=data_root,
+        engine=engine.value,
+        precision=precision.value,
+        placement=placement.value,
+        checkpoint_every=checkpoint_every,
+        pack=pack,
+        synchronise=synchronise,
+    )
+
+
+def _train_and_show(jobs: list[Any], many: bool, as_json: bool, quiet: bool, resume: bool, **how: Any) -> list[Any]:
+    """Train jobs, print what they are worth, and return the runs; ends the process where one could not go on."""
+    from peerbayes import learning
+
     failed: dict[int, learning.TrainingError] = {}
-    with learning.joined(device) as world:
+    with learning.joined(how["device"]) as world:
         runs = learning.train_jobs(
             jobs,
             errors=failed,
             resume=resume or world.any(learning.restarted()),
             reporter=_reporter(quiet or not world.is_first),
-            device=device,
-            root=data_root,
-            engine=engine.value,
-            precision=precision.value,
-            placement=placement.value,
-            checkpoint_every=checkpoint_every,
-            pack=pack,
             world=world,
-            synchronise=synchronise,
+            **how,
         )
         first = world.is_first
     # The other processes are done: judging may take longer than they would wait.
@@ -197,11 +211,40 @@ def train(
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
     if finished:
-        _show([_judge(done, device, data_root) for done in finished], as_json, many=many)
+        _show([_judge(done, how["device"], how["root"]) for done in finished], as_json, many=many)
     for error in failed.values():
         print(f"peerbayes: {error}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+    return finished
+
+
+@app.command()
+def distill(
+    runs: Annotated[list[Path], typer.Argument(help="Trained runs, or weights files of runs: the teachers.")],
+    into: Annotated[str, typer.Option(help="Recipe of the student; a name or TOML file.")] = "distillation/latentbe",
+    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")
+    ] = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
+    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Distil trained runs into one plain network, on the data that they have learnt."""
+    from peerbayes import learning
+
+    recipe = learning.recipe_into(into, runs, changes)
+    job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
+    how = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    for done in _train_and_show([job], False, as_json, quiet, resume, **how):
+        for path in learning.save_networks(done):
+            typer.echo(f"one plain network: {path}", err=as_json)
 
 
 @app.command()

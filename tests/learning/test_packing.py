@@ -13,10 +13,11 @@ from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
 from peerbayes.learning.distribution import World
-from peerbayes.learning.jobs import How, Job, train_jobs
+from peerbayes.learning.jobs import How, train_jobs
 from peerbayes.learning.loop import run_together
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
+from peerbayes.learning.sources import Job
 from peerbayes.posteriors import MeanField, Point
 
 SHAPE = (1, 4, 4)

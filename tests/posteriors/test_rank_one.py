@@ -137,7 +137,8 @@ def test_batch_norm_sees_the_joint_batch():
 def test_what_the_loop_takes_has_the_rows_of_member_0_first():
     posterior = RankOne(every(), 3, factors="random").eval()
     logits, found = posterior.forward_members(images(), layers=["line"])
-    rows, features, flat, std = posterior.train_forward(images(), layers=["line"])
+    flat, std, factors = posterior.training_weights(None)
+    rows, features = posterior.training_pass(images(), flat, factors, ["line"])
     assert torch.equal(rows, torch.cat(list(logits)))
     assert torch.equal(features[0], torch.cat(list(found["line"])))
     assert flat is posterior.mean
@@ -217,7 +218,8 @@ def test_compiled_whole_it_gives_the_same_outputs_gradients_and_statistics():
     other = copy.deepcopy(plain)
 
     def loss(posterior, x, noise):
-        return posterior.train_forward(x, noise)[0].square().mean() + posterior.kl() / 1000
+        flat, _, factors = posterior.training_weights(noise)
+        return posterior.training_pass(x, flat, factors)[0].square().mean() + posterior.kl() / 1000
 
     noise = normal(HERE, plain.noise_size)
     loss(plain, images(), noise).backward()
@@ -613,3 +615,21 @@ def test_wrong_members_and_merges_are_one_clear_error():
         posterior.materialise(3)
     with pytest.raises(InputError, match="merge is 'median'"):
         posterior.average("median")
+
+
+def test_one_pass_of_the_average_where_that_is_what_it_predicts():
+    posterior = RankOne(every(), 3, factors="random", predicts="average").eval()
+    found = posterior.predict(images(), 50)
+    with torch.no_grad():
+        expected = posterior.average()(images()).log_softmax(-1)
+    close(found.log_probabilities, expected)
+    assert found.draws.eq(1).all()
+    assert found.disagreement.abs().max() < 1e-5  # one network never disagrees with itself
+    members = RankOne(every(), 3, factors="random").predict(images())
+    assert not torch.allclose(found.log_probabilities, members.log_probabilities)
+
+
+def test_a_member_can_be_picked_by_a_tensor():
+    posterior = RankOne(every(), 3, factors="random")
+    for number in range(3):
+        assert torch.equal(posterior.member(torch.tensor(number)).flat, posterior.member(number).flat)

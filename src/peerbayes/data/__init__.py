@@ -1,14 +1,17 @@
 """Data sets as tensors, splits that are the same every time, and augmentation on the device."""
 
 from peerbayes.data.augmentation import AUGMENTATIONS, augment, to_unit
+from peerbayes.data.corruptions import CORRUPTIONS, corrupt, load_corrupted
 from peerbayes.data.feeding import Feed, Placement, feed
 from peerbayes.data.loading import Dataset, load, load_images, load_texts, names
+from peerbayes.data.perturbation import gaussian_step, guidance, pair, step_along
 from peerbayes.data.sources import data_root
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
 from peerbayes.data.text import TextOptions, Vocabulary
 
 __all__ = [
     "AUGMENTATIONS",
+    "CORRUPTIONS",
     "ArraySplit",
     "Dataset",
     "Feed",
@@ -19,12 +22,18 @@ __all__ = [
     "Vocabulary",
     "augment",
     "batches",
+    "corrupt",
     "data_root",
     "feed",
+    "gaussian_step",
+    "guidance",
     "load",
+    "load_corrupted",
     "load_images",
     "load_texts",
     "names",
     "order",
+    "pair",
+    "step_along",
     "to_unit",
 ]

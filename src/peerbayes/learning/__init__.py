@@ -1,11 +1,13 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
+from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
-from peerbayes.learning.jobs import How, Job, fit, train, train_jobs
+from peerbayes.learning.jobs import How, fit, train, train_jobs
 from peerbayes.learning.loop import Learner, TrainingError
 from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, environment, load, load_data
+from peerbayes.learning.sources import Job
 from peerbayes.learning.sweeps import Sweep, sweep
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Sweep",
     "TrainingError",
     "default_folder",
+    "distill",
     "environment",
     "fit",
     "joined",
@@ -27,7 +30,9 @@ __all__ = [
     "load_data",
     "load_recipe",
     "packaged",
+    "recipe_into",
     "restarted",
+    "save_networks",
     "sweep",
     "train",
     "train_jobs",

@@ -16,12 +16,11 @@ from peerbayes.learning import recipe as settings
 from peerbayes.learning.distribution import World, gather_batch
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
-from peerbayes.networks import capture
+from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 
 Terms = Sequence[tuple[terms.Term, Mapping[str, Any]]]
-
 
 
 @dataclass
@@ -44,21 +43,24 @@ def prepare_images(images: Tensor, names: Sequence[str], seed: int, number: int 
     return to_unit(augment(images, names, Address(seed, "data", "augment", number), first))
 
 
-def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return flat weights and their scales of one draw, whose noise starts at ``begin``."""
-    return posterior.place(noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None)
+def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `run_peer` needs of one draw, whose noise starts at ``begin``; see `Posterior.training_weights`."""
+    eps = noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None
+    return posterior.training_weights(eps)
 
 
 def run_peer(
-    posterior: Posterior, images: Tensor, flat: Tensor, layers: Sequence[str], autocast: torch.dtype | None
+    posterior: Posterior,
+    images: Tensor,
+    flat: Tensor,
+    extra: Tensor | None,
+    layers: Sequence[str],
+    autocast: torch.dtype | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return logits and features of a network with these weights."""
-    with (
-        torch.autocast(images.device.type, autocast, enabled=autocast is not None),
-        capture(posterior.network, layers) as found,
-    ):
-        logits = posterior.run_network(images, posterior.named(flat))
-    return logits.float(), [found[layer].float() for layer in layers]
+    with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+        logits, features = posterior.training_pass(images, flat, extra, layers)
+    return logits.float(), [feature.float() for feature in features]
 
 
 def term_value(
@@ -74,7 +76,7 @@ def total_and_figures(
     values: Sequence[Tensor], notes: Sequence[Tensor], logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a peer's terms, and in one tensor, float32: the terms, the notes, and the accuracy."""
-    hits = logits.detach().argmax(-1) == labels
+    hits = logits.detach().argmax(-1) == labels.repeat(len(logits) // len(labels))
     figures = [*(value.detach() for value in values), *notes, hits.float().mean()]
     return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
 
@@ -99,8 +101,9 @@ class Parts:
     """
 
     prepare_images: Callable[..., Tensor] = prepare_images
-    place_peer: Callable[..., tuple[Tensor, Tensor | None]] = place_peer
+    place_peer: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = place_peer
     run_peer: Callable[..., tuple[Tensor, list[Tensor]]] = run_peer
+    run_plain: Callable[..., Tensor] = run_plain
     term_value: Callable[..., tuple[Tensor, dict[str, Tensor]]] = term_value
     total_and_figures: Callable[..., tuple[Tensor, Tensor]] = total_and_figures
 
@@ -119,6 +122,7 @@ class Cohort:
         autocast: the type that networks compute in; None for float32. Terms and weights stay in float32.
         world: the processes that share a batch.
         synchronise: terms that compare the images of a batch see those of all processes.
+        teachers: who do not learn.
         look: called with the names of figures and the figures, means over the processes, before they lead to an update.
     """
 
@@ -133,18 +137,23 @@ class Cohort:
         world: World,
         synchronise: bool = False,
         look: Callable[[Sequence[str], Tensor], None] = lambda _keys, _figures: None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.recipe, self.peers, self.feed, self.seed = recipe, peers, feed, seed
         self.train_size, self.autocast, self.world, self.look = train_size, autocast, world, look
         self.batch_size = feed.batch_size * world.size
         self.gather = (lambda tensor: gather_batch(tensor, world)) if synchronise and world.size > 1 else None
         self.device = next(iter(peers.values())).device
+        self.teachers = teachers
+        self.perturb: Perturbation | None = None
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.go_plain()
 
     def begin_stage(self, state: StageState, layers: list[str], keys: list[str]) -> None:
         """Take a stage's helpers, optimisers, layers, and the names of its figures."""
         self.state, self.layers, self.keys = state, layers, keys
+        options = state.settings.perturb
+        self.perturb = None if options is None else Perturbation(options, self.teachers, self.peers, self.seed)
         self.sums = torch.zeros(len(keys), dtype=torch.float64, device=self.device)
 
     def go_plain(self) -> None:
@@ -244,7 +253,8 @@ class Cohort:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
-        self._images = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
+        prepared = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
+        self._images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self._output(name, self._images, clock) for name in self.peers}
         return terms.Batch(
@@ -255,7 +265,19 @@ class Cohort:
             batch_size=self.batch_size,
             epoch=clock.epoch,
             gather=self.gather,
+            teachers=teachers,
         )
+
+    def consult(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C)."""
+        with torch.no_grad():
+            tensors = [] if self.teachers is None else self.teachers.tensors(number)
+        if self.perturb is not None:
+            images = self.perturb(images, number, first, tensors, self.parts.run_plain, self.autocast)
+        if self.teachers is None:
+            return images, None
+        with torch.no_grad():
+            return images, self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast)
 
     def _output(self, name: str, images: Tensor, clock: Clock) -> terms.Output:
         posterior = self.peers[name]
@@ -266,8 +288,8 @@ class Cohort:
             set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
         with self._own_stream(name):
             begin = noise.start(address, self.device)
-            flat, std = self.parts.place_peer(posterior, begin)
-            logits, features = self.parts.run_peer(posterior, images, flat, self.layers, self.autocast)
+            flat, std, extra = self.parts.place_peer(posterior, begin)
+            logits, features = self.parts.run_peer(posterior, images, flat, extra, self.layers, self.autocast)
         found = dict(zip(self.layers, features, strict=True))
         return terms.Output(posterior, Weights({}, flat, std), logits, found)
 

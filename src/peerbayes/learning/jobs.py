@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from peerbayes import data as data_room
-from peerbayes import networks
 from peerbayes.data import Dataset, Placement, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import checkpoints
@@ -22,11 +21,10 @@ from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import STREAMS, Name, pick
 from peerbayes.learning.loop import Learner, TrainingError, run_together
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
+from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import (
     CUSTOM,
     Run,
-    default_folder,
     environment,
     load_data,
     network_inputs,
@@ -34,22 +32,19 @@ from peerbayes.learning.run import (
     read_json,
     write_text,
 )
-from peerbayes.learning.stages import seeded
-from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior
+from peerbayes.learning.sources import (
+    DATA_KEYS,
+    Job,
+    build_peers,
+    build_teachers,
+    fitted_to_teachers,
+    untrained_sources,
+)
+from peerbayes.learning.teachers import Teachers
+from peerbayes.posteriors import Posterior
 
 Engine = Name | Literal["auto"]
-DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
 Precision = Literal["auto", "float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A recipe to be trained into a folder with a seed."""
-
-    recipe: Recipe
-    folder: Path
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +108,7 @@ def fit(
     data: str | Path | Dataset,
     recipe: str | Path | Recipe,
     run: str | Path,
+    teachers: Sequence[Posterior] = (),
     seed: int = 0,
     overrides: Sequence[str] = (),
     resume: bool = False,
@@ -126,6 +122,7 @@ def fit(
         data: a data set, or what `peerbayes.data.load` takes; it takes the place of the recipe's.
         recipe: a recipe, its name or its file.
         run: the run folder.
+        teachers: trained posteriors that the peers learn from, in the place of the recipe's.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
@@ -139,6 +136,7 @@ def fit(
     ]
     table = found.model_dump(exclude_none=True)
     table["peers"] = given
+    draws = table.pop("teachers", {}).get("draws", 1)
     table["data"].pop("classes", None)
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
@@ -147,11 +145,12 @@ def fit(
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name = seed, name
-    job = Job(found, Path(run), seed)
+    job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
     reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
     _refuse_occupied(job, resume)
     if not _is_finished(job, reporter):
-        session = _Session(job, dict(peers), loaded, resume, reporter, settings)
+        taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
+        session = _Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught)
         for error in _train_wave([session], settings.world).values():
             raise error
     return Run(run, networks_by_peer)
@@ -199,7 +198,7 @@ def train_jobs(
     """
     settings = How(**how)
     reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
-    jobs = [replace(job, recipe=_with_full_path(job.recipe)) for job in jobs]
+    jobs = [replace(job, recipe=fitted_to_teachers(_with_full_path(job.recipe))) for job in jobs]
     for place, job in enumerate(jobs):
         if any(job.folder.resolve() == other.folder.resolve() for other in jobs[:place]):
             raise InputError(f"{job.folder}: two runs can't have one folder")
@@ -213,7 +212,9 @@ def train_jobs(
         for job in wave:
             data = loaded(job.recipe, job.folder / "vocabulary.json")
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
-            sessions.append(_Session(job, _peers(job, data, device), data, resume, voice, settings, len(wave)))
+            taught = build_teachers(job, data, device)
+            peers = build_peers(job, data, device)
+            sessions.append(_Session(job, peers, data, resume, voice, settings, len(wave), taught))
         found |= {jobs.index(wave[place]): error for place, error in _train_wave(sessions, settings.world).items()}
     if errors is not None:
         errors.update(found)
@@ -257,94 +258,16 @@ def _with_full_path(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update=changes)}) if changes else recipe
 
 
-# ---- peers and what they start from ---------------------------------------------------------------------------------
-
-
-def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
-    """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
-    source = _source(peer, recipe, seed, runs)
-    if isinstance(source, Job):
-        source = _only_weights(Run(source.folder), peer)
-    inputs = network_inputs(loaded)
-    start: torch.nn.Module | Path | None = None
-    with seeded(Address(seed, peer.name, "initial")):
-        network = networks.build(peer.network, inputs)
-        if source is not None:
-            start = networks.starting_point(peer.network, inputs, source)
-    options = peer.posterior.model_dump(exclude={"kind"})
-    if peer.posterior.kind == "point":
-        point = Point(network, start_from=start).to(device)
-        point.seed, point.name = seed, peer.name
-        return point
-    return MeanField(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
-
-
-def _peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
-    return {
-        peer.name: build_peer(peer, job.recipe, loaded, job.seed, job.folder.parent, device)
-        for peer in job.recipe.peers
-    }
-
-
-def _source(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | None:
-    """Return what a peer starts from: a file of weights, or the run that makes it."""
-    source = peer.start_from
-    if source is None:
-        return None
-    if source.endswith(".safetensors"):
-        return Path(source)
-    if (Path(source) / "recipe.toml").is_file():
-        return _only_weights(Run(source), peer)
-    if source not in packaged() and not Path(source).is_file():
-        raise InputError(f"peer '{peer.name}': start_from '{source}' is neither a recipe, a run folder nor a file")
-    # The source must fit this run: same data, same network.
-    named = load_recipe(source)
-    if len(named.peers) != 1:
-        raise InputError(
-            f"peer '{peer.name}': start_from '{source}' has peers {', '.join(p.name for p in named.peers)}; "
-            "train it, and name one of its weights-*.safetensors files"
-        )
-    _refuse_circle(source, peer)
-    table = named.model_dump(exclude_none=True)
-    table["data"] |= recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
-    for item in table["peers"]:
-        item["network"] = peer.network
-    fitted = Recipe.parse(table, f"recipe {source}")
-    folder = default_folder(source, seed, runs)
-    if fitted != named:
-        folder = folder.with_name(f"{folder.name}-{fitted.digest}")
-    return Job(fitted, folder, seed)
-
-
-def _refuse_circle(source: str, peer: Peer) -> None:
-    seen, now = [], source
-    while now in packaged() or Path(now).is_file():
-        if now in seen:
-            raise InputError(f"peer '{peer.name}': start_from '{source}' leads back to '{now}'")
-        seen.append(now)
-        now = next((p.start_from for p in load_recipe(now).peers if p.start_from), "")
-        if now.endswith(".safetensors"):
-            return
-
-
-def _only_weights(run: Run, peer: Peer) -> Path:
-    if len(run) != 1:
-        raise InputError(
-            f"peer '{peer.name}': {run.folder} has peers {', '.join(run)}; name one weights-*.safetensors file"
-        )
-    return run.weights_file(next(iter(run)))
+# ---- what has to be trained first -----------------------------------------------------------------------------------
 
 
 def _train_sources(
     jobs: Sequence[Job], loaded: Loaded, device: torch.device, reporter: Reporter, how: How
 ) -> set[Path]:
-    """Train what the jobs' peers start from, where it is missing; return the folders."""
+    """Train what the jobs' peers start from, and their teachers, where they are missing; return the folders."""
     sources: dict[Path, Job] = {}
     for job in jobs:
-        for peer in job.recipe.peers:
-            source = _source(peer, job.recipe, job.seed, job.folder.parent)
-            if isinstance(source, Job) and not _is_trained(source.folder):
-                sources[source.folder.resolve()] = source
+        sources |= {source.folder.resolve(): source for source in untrained_sources(job)}
     if not sources:
         return set()
     for job in jobs:
@@ -358,15 +281,13 @@ def _train_sources(
         unsourced = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
         trial = replace(job, recipe=job.recipe.model_copy(update={"peers": unsourced}))
         data = loaded(job.recipe)
-        Learner(trial.recipe, _peers(trial, data, device), data, job.seed, engine="eager", world=how.world).feed.close()
+        taught = build_teachers(job, data, device)
+        peers = build_peers(trial, data, device)
+        Learner(trial.recipe, peers, data, job.seed, engine="eager", world=how.world, teachers=taught).feed.close()
     for source in sources.values():
         reporter.headline(f"{source.recipe.name}: training it first, into {source.folder}")
     train_jobs(list(sources.values()), resume=True, reporter=reporter, **how.__dict__)
     return set(sources)
-
-
-def _is_trained(folder: Path) -> bool:
-    return (folder / "recipe.toml").is_file() and Run(folder).finished
 
 
 # ---- one run folder -------------------------------------------------------------------------------------------------
@@ -391,6 +312,7 @@ class _Session:
         reporter: Reporter,
         how: How,
         packed: int = 1,
+        teachers: Teachers | None = None,
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
@@ -405,6 +327,7 @@ class _Session:
             reporter=self.reporter,
             save=self._save,
             log=self.log.write if self.world.is_first else None,
+            teachers=teachers,
             **how.learner_options(self.device),
         )
         newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
@@ -452,6 +375,7 @@ class _Session:
         """Write the trained posteriors."""
         if not self.world.is_first:
             return
+        self.learner.take_best()
         for name, posterior in self.peers.items():
             posterior.save(self.folder / f"weights-{name}.safetensors")
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
@@ -502,7 +426,16 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
 
 
 def _is_of_a_run(name: str) -> bool:
-    parts = ("run.json", "metrics.jsonl", "vocabulary.json", "recipe.toml", "checkpoint-", "weights-", ".lock")
+    parts = (
+        "run.json",
+        "metrics.jsonl",
+        "vocabulary.json",
+        "recipe.toml",
+        "checkpoint-",
+        "weights-",
+        "network-",
+        ".lock",
+    )
     return name.lstrip(".").startswith(tuple(part.lstrip(".") for part in parts))
 
 

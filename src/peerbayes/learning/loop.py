@@ -16,16 +16,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from peerbayes import evaluation, terms
-from peerbayes.data import Dataset, Placement, augment, feed
+from peerbayes import evaluation, noise, terms
+from peerbayes.data import Dataset, Placement, augment, feed, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
-from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers
+from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.shares import newly_inert, shares_of
 from peerbayes.learning.stages import StageState, learning_rate
+from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights, predict_split
 
@@ -50,6 +51,7 @@ class Position:
     sums: dict[str, float] = field(default_factory=dict)
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     inert: dict[str, int] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
 
 
 class Learner:
@@ -69,6 +71,7 @@ class Learner:
         placement: where the training images lie; see `peerbayes.data.feed`.
         world: the processes that share each batch.
         synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
+        teachers: who do not learn, on the peers' device.
     """
 
     def __init__(
@@ -87,7 +90,10 @@ class Learner:
         placement: Placement = "auto",
         world: World = ALONE,
         synchronise: bool = False,
+        teachers: Teachers | None = None,
     ) -> None:
+        if recipe.evaluation.keep == "best" and data.validation is None:
+            raise InputError("evaluation.keep = 'best' needs a validation split; set data.validation")
         self.recipe = recipe
         self.peers = dict(peers)
         self.data = data
@@ -115,7 +121,9 @@ class Learner:
             world,
             synchronise,
             **{"look": self._check} if self.device.type == "cpu" else {},
+            teachers=teachers,
         )
+        self.best: dict[str, dict[str, Tensor]] = {}  # of each peer at its best epoch of this stage
         self.engine: Eager = ENGINES[pick(engine, self.device)](self.cohort, self.steps_per_epoch)
         self._keys = self._probe()
         if synchronise:
@@ -136,7 +144,8 @@ class Learner:
             for number in range(self.position.stage, len(self.recipe.stages)):
                 if number != self.position.stage:
                     self.position.stage, self.position.stage_step = number, 0
-                    self.position.shares, self.position.inert = {}, {}
+                    self.position.shares, self.position.inert, self.position.best = {}, {}, {}
+                    self.best = {}
                     self._begin_stage(number)
                 yield from self._stage_steps(number)
         finally:
@@ -258,6 +267,7 @@ class Learner:
             if name in position.shares:
                 line["gradient_share"] = position.shares[name]
             line |= self._judge(name)
+            self._keep(name, line)
         position.sums = {}
         line = {
             "stage": position.stage + 1,
@@ -282,6 +292,18 @@ class Learner:
             found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
             found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
         return found
+
+    def _keep(self, peer: str, line: Mapping[str, float]) -> None:
+        if self.recipe.evaluation.keep != "best" or "valid_accuracy" not in line:
+            return
+        if line["valid_accuracy"] >= self.position.best.get(peer, -math.inf):
+            self.position.best[peer] = line["valid_accuracy"]
+            self.best[peer] = {name: tensor.detach().clone() for name, tensor in self.peers[peer].state().items()}
+
+    def take_best(self) -> None:
+        """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
+        for peer, tensors in self.best.items():
+            self.peers[peer].load_state(tensors, f"the best epoch of peer '{peer}'")
 
     @property
     def _tests_now(self) -> bool:
@@ -314,6 +336,7 @@ class Learner:
         self._pull_sums()
         tensors = {f"peer/{name}/{n}": t for name, p in self.peers.items() for n, t in p.state().items()}
         tensors |= self.state.state()
+        tensors |= {f"best/{peer}/{name}": t for peer, own in self.best.items() for name, t in own.items()}
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
@@ -336,6 +359,10 @@ class Learner:
         self.position = Position(**about["position"])
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
+        for name, tensor in tensors.items():
+            if name.startswith("best/"):
+                _, peer, place = name.split("/", 2)
+                self.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
 
     # ---- looking before the first step --------------------------------------------------------------------------
 
@@ -353,30 +380,38 @@ class Learner:
         augment(batch, self.recipe.data.augment, Address())  # texts can't be
         for number in range(len(self.recipe.stages)):
             state = self._new_state(number)
+            self.cohort.begin_stage(state, self._layers[number], [])
             outputs = {}
             for name, posterior in self.peers.items():
-                weights = posterior.draw(Address(self.seed, name, "step", 0))
-                logits, features = self._try_network(name, batch, weights, self._layers[number])
+                logits, features, weights = self._try_network(name, batch, self._layers[number])
                 if logits.dim() != 2 or logits.shape[1] != self.data.classes:
                     raise InputError(
                         f"the network of peer '{name}' returns shape {tuple(logits.shape)}, expected "
                         f"{(len(batch), self.data.classes)}: {self.data.name} has {self.data.classes} classes"
                     )
                 outputs[name] = terms.Output(posterior, weights, logits, features)
-            found = terms.Batch(labels, outputs, state.modules, len(self.data.train), self.cohort.batch_size, 0.0)
+            found = terms.Batch(
+                labels,
+                outputs,
+                state.modules,
+                len(self.data.train),
+                self.cohort.batch_size,
+                0.0,
+                teachers=self.cohort.consult(to_unit(batch), 0)[1],
+            )
             with torch.no_grad():
                 keys.append(figure_names(state.terms, found, self.peers))
         return keys
 
     @torch.no_grad()
-    def _try_network(
-        self, peer: str, images: Tensor, weights: Weights, layers: list[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _try_network(self, peer: str, images: Tensor, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
         posterior = self.peers[peer]
         posterior.eval()
         with kept_buffers(posterior):
             try:
-                logits, features = posterior.forward_features(images, weights, layers)
+                begin = noise.start(Address(self.seed, peer, "step", 0), self.device)
+                flat, std, extra = place_peer(posterior, begin)
+                logits, features = posterior.training_pass(images, flat, extra, layers)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 if isinstance(error, InputError):
                     raise
@@ -389,12 +424,12 @@ class Learner:
         if not isinstance(found, Tensor):
             kind = type(found).__name__
             raise InputError(f"the network of peer '{peer}' returns a {kind}, expected a tensor of logits")
-        return logits, features
+        return logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
 
     def _shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
         if not layers:
             return terms.Shapes({}, self.data.classes)
-        _, features = self._try_network(peer, self._example, self.peers[peer].centre(), layers)
+        _, features, _ = self._try_network(peer, self._example, layers)
         return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
 

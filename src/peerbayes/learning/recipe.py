@@ -76,12 +76,27 @@ class MeanField(Strict):
     noise: Literal["gaussian", "radial"] = "gaussian"
 
 
+class RankOne(Strict):
+    """Members that share their weights; see `peerbayes.RankOne`. ``members`` 0 is one for each teacher."""
+
+    kind: Literal["rank_one"]
+    members: Annotated[int, Field(ge=0)] = 4
+    factors: Literal["ones", "random", "signs"] = "ones"
+    spread: Annotated[float, Field(ge=0)] = 0.5
+    gaussian: bool = False
+    rho: float = -3.0
+    prior_std: PositiveFloat = 0.1
+    scale_gradients: bool = True
+    decay_factors: bool = True
+    predicts: Literal["average", "members"] = "members"
+
+
 class Peer(Strict):
     """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
-    posterior: Annotated[Point | MeanField, Field(discriminator="kind")]
+    posterior: Annotated[Point | MeanField | RankOne, Field(discriminator="kind")]
     start_from: str | None = None
 
     @model_validator(mode="after")
@@ -89,6 +104,32 @@ class Peer(Strict):
         if isinstance(self.posterior, MeanField) and self.posterior.prior == "anchored" and self.start_from is None:
             raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
         return self
+
+
+class Teachers(Strict):
+    """Trained networks that the peers learn from, and that do not learn.
+
+    Attributes:
+        runs: recipes (trained first if need be), run folders, or weights files of runs; all peers of a run teach.
+        draws: of each Bayesian teacher, new ones in every step.
+    """
+
+    runs: Annotated[list[str], Field(min_length=1)]
+    draws: PositiveInt = 1
+
+
+class Perturb(Strict):
+    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.learning.teachers.Perturbation`.
+
+    Attributes:
+        kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its
+            confidence (``conf_ods``); to where two teachers differ (``tdiv``) and the two members of the student that
+            learn from them agree (``tdiv_sdiv``); or to where all teachers disagree (``bald``).
+        temperature: of the teacher in ``ods`` and ``conf_ods``.
+    """
+
+    kind: Literal["gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+    temperature: PositiveFloat = 1.0
 
 
 class Optimizer(Strict):
@@ -119,6 +160,7 @@ class Stage(Strict):
         lr_milestones: epochs of this stage after which the learning rate is multiplied by ``lr_factor``.
         lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
         warmup: epochs of linear warm-up.
+        perturb: steps of the images before anybody sees them.
         terms: options by term name; the loss is their sum.
     """
 
@@ -128,6 +170,7 @@ class Stage(Strict):
     lr_milestones: list[PositiveInt] = []
     lr_factor: PositiveFloat = 0.1
     warmup: Annotated[float, Field(ge=0)] = 0.0
+    perturb: Perturb | None = None
     terms: dict[str, dict[str, Any]]
 
     @field_validator("terms")
@@ -151,6 +194,8 @@ class Evaluation(Strict):
         draws: draws averaged by stochastic posteriors.
         test_every: epochs between two looks at the test split during training, for curves; 0 for none.
         last_epochs: also report the mean over the looks of the last so many epochs, as some papers do; 0 for none.
+        keep: the peers as they are at the ``last`` epoch, or at the ``best`` one of the last stage by accuracy on the
+            validation split, each peer by itself.
         out_of_distribution: data sets whose images the peers should be unsure of.
         retention: fractions of images kept by lowest disagreement.
     """
@@ -159,6 +204,7 @@ class Evaluation(Strict):
     test_every: Annotated[int, Field(ge=0)] = 0
     last_epochs: Annotated[int, Field(ge=0)] = 0
     ece_bins: PositiveInt = 15
+    keep: Literal["last", "best"] = "last"
     out_of_distribution: list[str] = []
     retention: list[Annotated[float, Field(gt=0, le=1)]] = [0.2, 0.4, 0.6, 0.8]
 
@@ -180,6 +226,7 @@ class Recipe(Strict):
     reproduces: str = ""
     method: str = "custom"
     data: Data = Data()
+    teachers: Teachers | None = None
     peers: Annotated[list[Peer], Field(min_length=1)]
     stages: Annotated[list[Stage], Field(min_length=1)]
     update: Literal["simultaneous", "sequential"] = "simultaneous"
@@ -219,7 +266,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path, origin, name = _find(recipe)
     table = _read(path, origin)
     for override in overrides:
-        _apply(table, override, origin)
+        change(table, override, origin)
     table.setdefault("name", name)
     return Recipe.parse(table, origin)
 
@@ -244,8 +291,8 @@ def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, An
     if below.resolve() in (*above, path.resolve()):
         raise InputError(f"{origin}: extends itself by way of {below_origin}")
     base = _read(below, below_origin, (*above, path.resolve()))
-    for change in changes:
-        _apply(base, str(change), origin)
+    for line in changes:
+        change(base, str(line), origin)
     return base | table
 
 
@@ -263,7 +310,8 @@ def _find(recipe: str | Path) -> tuple[Path, str, str]:
     raise InputError(f"there is no recipe '{recipe}'{hint}")
 
 
-def _apply(table: dict[str, Any], override: str, origin: str) -> None:
+def change(table: dict[str, Any], override: str, origin: str) -> None:
+    """Change a recipe's table in place, by a line such as ``stages.0.epochs=5``."""
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")

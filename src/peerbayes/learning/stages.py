@@ -30,14 +30,19 @@ def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> flo
 
 
 def make_optimizer(
-    options: settings.Optimizer, parameters: Iterable[nn.Parameter], lr: float | Tensor
+    options: settings.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    lr: float | Tensor,
+    undecayed: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Build an optimiser of torch.optim; on a GPU ``lr`` is a tensor there, so that a captured step sees it change."""
-    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+    if alone := list(undecayed):
+        groups.append({"params": alone, "weight_decay": 0.0})
     on_gpu = isinstance(lr, Tensor)
     if options.name == "sgd":
         return torch.optim.SGD(
-            parameters,
+            groups,
             lr=lr,
             momentum=options.momentum,
             nesterov=options.nesterov,
@@ -45,7 +50,7 @@ def make_optimizer(
             fused=on_gpu,
         )
     kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
+    return kind(groups, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 
 class StageState:
@@ -78,10 +83,15 @@ class StageState:
         self.lr = stage.optimizer.lr
         self._lr = torch.tensor(self.lr, device=device) if device.type == "cuda" else self.lr
         self.optimizers = {
-            owner: make_optimizer(stage.optimizer, parameters.values(), self._lr)
+            owner: self._optimizer(parameters, peers[owner].undecayed if owner in peers else set())
             for owner, parameters in self.parameters.items()
             if parameters
         }
+
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter], undecayed: set[str]) -> torch.optim.Optimizer:
+        decayed = [parameter for name, parameter in parameters.items() if name not in undecayed]
+        alone = [parameter for name, parameter in parameters.items() if name in undecayed]
+        return make_optimizer(self.settings.optimizer, decayed, self._lr, alone)
 
     def _build(
         self,

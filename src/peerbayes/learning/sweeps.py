@@ -23,11 +23,12 @@ import torch
 
 from peerbayes import evaluation
 from peerbayes.errors import InputError
-from peerbayes.learning.jobs import Engine, Job, Loaded, Precision, train_jobs
+from peerbayes.learning.jobs import Engine, Loaded, Precision, train_jobs
 from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, environment, load_data, pick_device
+from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study, hide_password, reaching, require_optuna
 from peerbayes.posteriors import predict_split, storage

@@ -118,6 +118,32 @@ class Posterior(nn.Module):
         """Scale of every Bayesian weight, shape (size,): its standard deviation under Gaussian noise."""
         raise NotImplementedError
 
+    @property
+    def members(self) -> int:
+        """How many networks learn at once, each with rows of its own in `training_pass`."""
+        return 1
+
+    def training_weights(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return what `training_pass` takes of a draw: flat weights (size,), their scales, and what else there is."""
+        return *self.place(noise), None
+
+    def training_pass(
+        self,
+        inputs: Tensor,
+        flat: Tensor,
+        extra: Tensor | None,  # noqa: ARG002
+        layers: Sequence[str] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits (members · B, C) and the outputs of the named layers, those of the first member first."""
+        with capture(self.network, layers) as found:
+            logits = self.run_network(inputs, self.named(flat))
+        return logits, [found[layer] for layer in layers]
+
+    @property
+    def undecayed(self) -> set[str]:
+        """Names of the parameters that weight decay leaves alone."""
+        return set()
+
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""
         raise NotImplementedError

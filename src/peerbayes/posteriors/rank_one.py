@@ -77,6 +77,9 @@ class RankOne(Posterior):
         prior_std: s of the factors' prior N(1, s²).
         scale_gradients: multiply the gradients that reach the factors through `forward_members` and `kl`, which are
             means over members, by M: each member learns as fast as it would alone.
+        decay_factors: let weight decay pull the factors to one.
+        predicts: with ``"members"`` predictions average those of the members, M passes; with ``"average"`` they are
+            those of the one network of the mean weights (`centre`), one pass.
         bayesian: chooses parameters by (name, owning module); layers whose weight is chosen get factors.
         start_from: a trained network to take W, biases, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial factors, and its draws in predictions.
@@ -84,7 +87,6 @@ class RankOne(Posterior):
     """
 
     kind: ClassVar[str] = "rank_one"
-    stochastic: ClassVar[bool] = True
 
     _inverse_factor_sizes: Tensor
 
@@ -99,6 +101,8 @@ class RankOne(Posterior):
         rho: float = -3.0,
         prior_std: float = 0.1,
         scale_gradients: bool = True,
+        decay_factors: bool = True,
+        predicts: Literal["average", "members"] = "members",
         bayesian: Predicate = conv_and_linear,
         start_from: Source | None = None,
         seed: int = 0,
@@ -109,12 +113,16 @@ class RankOne(Posterior):
             raise InputError(f"members is {members}, expected at least 1")
         if factors not in ("ones", "random", "signs"):
             raise InputError(f"factors is {factors!r}, expected 'ones', 'random' or 'signs'")
+        if predicts not in ("average", "members"):
+            raise InputError(f"predicts is {predicts!r}, expected 'average' or 'members'")
         if not spread >= 0:
             raise InputError(f"spread is {spread}, expected a number that is not negative")
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         self.seed, self.name = seed, name
-        self.members, self.gaussian, self.prior_std = members, gaussian, prior_std
+        self._members, self.gaussian, self.prior_std = members, gaussian, prior_std
+        self.predicts, self.decay_factors = predicts, decay_factors
+        self.stochastic = predicts == "members"  # type: ignore[misc]
         self.scale_gradients = scale_gradients
         self.layers = _layers(self)
         if not self.layers:
@@ -142,15 +150,28 @@ class RankOne(Posterior):
 
     # ---- all members in one pass ----------------------------------------------------------------------------------
 
-    def train_forward(
-        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
-    ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
-        """Return logits (M·B, C), features (M·B, ...) of the named layers, the shared weights (size,) and None.
+    def training_weights(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the shared weights (size,), None, and all factors (M, total)."""
+        return self.mean, None, 1 + self._deviations(noise, *self._scaled_leaves())
+
+    def training_pass(
+        self, inputs: Tensor, flat: Tensor, extra: Tensor | None, layers: Sequence[str] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits (M·B, C) and features (M·B, ...) of the named layers.
 
         Rows 0 to B − 1 are member 0's, and so on; a mean over the rows is (1/M) Σ_m ℓ_m.
         """
-        logits, found = self.forward_members(inputs, noise, layers)
-        return logits.flatten(0, 1), [found[layer].flatten(0, 1) for layer in layers], self.mean, None
+        assert extra is not None
+        rows = torch.cat([prepared(inputs)] * self.members)
+        pieces, tensors = self._pieces(extra), self.named(flat)
+        for layer in self.layers:
+            r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
+            for prefix in layer.modules:
+                dot = f"{prefix}." if prefix else ""
+                tensors |= {f"{dot}factor_r": r, f"{dot}factor_s": s}
+        with capture(self.network, layers) as found:
+            logits = self.run_network(rows, tensors)
+        return logits, [found[layer] for layer in layers]
 
     def forward_members(
         self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
@@ -159,18 +180,11 @@ class RankOne(Posterior):
 
         ``noise`` (noise_size,) makes Gaussian factors; their means without it.
         """
-        rows = torch.cat([prepared(inputs)] * self.members)
-        pieces = self._pieces(1 + self._deviations(noise, *self._scaled_leaves()))
-        tensors = self.named(self.mean)
-        for layer in self.layers:
-            r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
-            for prefix in layer.modules:
-                dot = f"{prefix}." if prefix else ""
-                tensors |= {f"{dot}factor_r": r, f"{dot}factor_s": s}
-        with capture(self.network, layers) as found:
-            logits = self.run_network(rows, tensors)
-        whole = {layer: output.unflatten(0, (self.members, -1)) for layer, output in found.items()}
-        return logits.unflatten(0, (self.members, -1)), whole
+        flat, _, factors = self.training_weights(noise)
+        logits, found = self.training_pass(inputs, flat, factors, layers)
+        shape = (self.members, -1)
+        whole = {layer: output.unflatten(0, shape) for layer, output in zip(layers, found, strict=True)}
+        return logits.unflatten(0, shape), whole
 
     def _scaled_leaves(self) -> tuple[Tensor, Tensor | None]:
         """Return deviations and ρ, (M, total), whose gradients are multiplied by M where that is asked for."""
@@ -192,20 +206,37 @@ class RankOne(Posterior):
     # ---- plain weights --------------------------------------------------------------------------------------------
 
     def draw(self, address: Address) -> Weights:
-        """Return the weights of member ``address.number`` mod M, its Gaussian factors drawn at the address."""
+        """Return the weights of member ``address.number`` mod M, its Gaussian factors drawn at the address.
+
+        The mean weights where ``predicts`` is ``"average"``.
+        """
+        if self.predicts == "average":
+            return self.centre()
         noise = normal(address, self.noise_size, self.mean.device) if self.gaussian else None
-        number, drawn = address.number, self._deviations(noise, self.deviations, self.rho)
+        return self._pick(self._deviations(noise, self.deviations, self.rho), address.number)
+
+    def member(self, number: int | Tensor) -> Weights:
+        """Return the weights of one member, W ∘ s_m r_mᵀ, with Gaussian factors at their means."""
+        if not isinstance(number, Tensor) and not 0 <= number < self.members:
+            raise InputError(f"there is no member {number}: they are 0 to {self.members - 1}")
+        return self._pick(self.deviations, number)
+
+    def _pick(self, deviations: Tensor, number: int | Tensor) -> Weights:
         if isinstance(number, Tensor):  # not an index, for which the host would wait
-            own = drawn.index_select(0, (number.to(drawn.device) % self.members).reshape(1))
+            own = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
         else:
-            own = drawn[number % self.members].unsqueeze(0)
+            own = deviations[number % self.members].unsqueeze(0)
         return self.weights(self._averaged(own))
 
-    def member(self, number: int) -> Weights:
-        """Return the weights of one member, W ∘ s_m r_mᵀ, with Gaussian factors at their means."""
-        if not 0 <= number < self.members:
-            raise InputError(f"there is no member {number}: they are 0 to {self.members - 1}")
-        return self.weights(self._averaged(self.deviations[number : number + 1]))
+    @property
+    def members(self) -> int:
+        """M."""
+        return self._members
+
+    @property
+    def undecayed(self) -> set[str]:
+        """The factors, where they are not to decay."""
+        return set() if self.decay_factors else {"deviations", "rho"}
 
     @property
     def noise_size(self) -> int:
@@ -243,7 +274,9 @@ class RankOne(Posterior):
 
         More draws than members say nothing new where the factors are points, and are not made.
         """
-        if draws is None or (draws > self.members and not self.gaussian):
+        if self.predicts == "average":
+            draws = 1
+        elif draws is None or (draws > self.members and not self.gaussian):
             draws = self.members
         return super().predict(images, draws, **options)
 
@@ -303,6 +336,8 @@ class RankOne(Posterior):
             "gaussian": self.gaussian,
             "prior_std": self.prior_std,
             "scale_gradients": self.scale_gradients,
+            "decay_factors": self.decay_factors,
+            "predicts": self.predicts,
         }
 
     def state(self) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset, load_images, load_texts
+from peerbayes.data import Dataset, Split, load_images, load_texts
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
@@ -47,10 +48,10 @@ def evaluate(
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
-    peers, log_probabilities = [], []
+    peers, log_probabilities, held = [], [], []
     for name in run:
         posterior = run[name].to(where)
-        found, log_p = _judge(posterior, name, run, loaded, draws, settle)
+        found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
         if outside:
             found["out_of_distribution"] = {
                 other: _judge_outside(posterior, name, run, log_p, other, draws, settle, root, loaded)
@@ -58,6 +59,7 @@ def evaluate(
             }
         peers.append(found)
         log_probabilities.append(log_p)
+        held.append(valid)
     record = {
         "recipe": run.recipe.name,
         "dataset": loaded.name,
@@ -90,6 +92,7 @@ def evaluate(
             "disagreement_rate": evaluation.disagreement_rate(stacked),
             "probability_variance": evaluation.probability_variance(stacked),
         }
+        record["ensemble"] = _ensemble(stacked, held, loaded, options.ece_bins)
     return record
 
 
@@ -108,7 +111,8 @@ def _last_epochs(run: Run, count: int) -> Record:
 
 def _judge(
     posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, settle: float | None
-) -> tuple[Record, Tensor]:
+) -> tuple[Record, Tensor, Tensor | None]:
+    """Return a peer's figures, its log-probabilities on the test split, and those on the validation split."""
     options = run.recipe.evaluation
     log_p, labels, disagreement, spent = predict_split(
         posterior, loaded.test, draws, seed=run.seed, name=name, settle=settle
@@ -139,31 +143,46 @@ def _judge(
             "confidence": _plain(diagram.confidence),
         },
     }
+    held: Tensor | None = None
     if loaded.validation is not None:
-        found |= _recalibrated(posterior, name, run, loaded, draws, settle, log_p, labels)
+        held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)[0]
+        found |= _recalibrated(held, loaded.validation, log_p, labels, options.ece_bins)
     if loaded.soft_labels is not None:
         found["human_cross_entropy"] = evaluation.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
-    return found, log_p
+    return found, log_p, held
 
 
-def _recalibrated(
-    posterior: Posterior,
-    name: str,
-    run: Run,
-    loaded: Dataset,
-    draws: int,
-    settle: float | None,
-    log_p: Tensor,
-    labels: Tensor,
-) -> Record:
-    assert loaded.validation is not None
-    held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)
-    temperature = evaluation.fit_temperature(held[0], held[1])
+def _ensemble(log_p: Tensor, held: Sequence[Tensor | None], loaded: Dataset, bins: int) -> Record:
+    """Return the figures of all peers as one, p̄ = (1/K) Σ_k p_k, for log-probabilities (K, N, C)."""
+    mean, labels = _mean_of(log_p), _labels(loaded.test)
+    found: Record = {
+        "accuracy": evaluation.accuracy(mean.exp(), labels),
+        "nll": evaluation.nll_from_log(mean, labels),
+        "ece": evaluation.ece(mean.exp(), labels, bins),
+    }
+    valid = [one for one in held if one is not None]
+    if loaded.validation is not None:
+        found |= _recalibrated(_mean_of(torch.stack(valid)), loaded.validation, mean, labels, bins)
+    return found
+
+
+def _mean_of(log_p: Tensor) -> Tensor:
+    return log_p.logsumexp(0) - math.log(len(log_p))
+
+
+def _labels(split: Split) -> Tensor:
+    assert split.labels is not None
+    return split.labels
+
+
+def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return the figures after temperature scaling, with the temperature that is best on the validation split."""
+    temperature = evaluation.fit_temperature(held, _labels(validation))
     tempered = evaluation.temper(log_p, temperature)
     return {
         "temperature": temperature,
         "cnll": evaluation.nll_from_log(tempered, labels),
-        "cece": evaluation.ece(tempered.exp(), labels, run.recipe.evaluation.ece_bins),
+        "cece": evaluation.ece(tempered.exp(), labels, bins),
     }
 
 

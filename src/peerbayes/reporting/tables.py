@@ -13,7 +13,7 @@ from peerbayes.reporting.records import Record
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
-AVERAGE = "average"
+AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,20 @@ def _key(record: Record) -> str:
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for record in records:
-        values = [p[key] for p in record["peers"] if peer in (AVERAGE, p["name"])]
+        chosen = [record["ensemble"]] if peer == ENSEMBLE else record["peers"]
+        values = [p[key] for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
         found[record["seed"]] = sum(values) / len(values)
     return found
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """Return a row a method and peer, and one for the average over peers where there are several."""
+    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
     found = []
     for group in grouped(records).values():
         names = [peer["name"] for peer in group[0]["peers"]]
-        for peer in [*names, AVERAGE] if len(names) > 1 else names:
+        more = [AVERAGE] if len(names) > 1 else []
+        more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
+        for peer in [*names, *more]:
             cells = []
             for key, scale in FIGURES.values():
                 values = _values(group, peer, key)

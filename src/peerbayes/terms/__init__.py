@@ -1,6 +1,6 @@
 """Terms: the summands of a peer's loss."""
 
-from peerbayes.terms import diversity, elbo, mutual
+from peerbayes.terms import distillation, diversity, elbo, mutual
 from peerbayes.terms.fusion import Fusion
 from peerbayes.terms.registry import Shapes, Term, find, names, term
 from peerbayes.terms.step import Batch, Output, Step
@@ -12,6 +12,7 @@ __all__ = [
     "Shapes",
     "Step",
     "Term",
+    "distillation",
     "diversity",
     "elbo",
     "find",

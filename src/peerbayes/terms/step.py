@@ -6,6 +6,7 @@ term's own peer. Forgetting to detach, the classic bug of mutual learning, canno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from peerbayes.posteriors.base import Reduction
 
 @dataclass
 class Output:
-    """What one peer made of the batch: its draw, logits (B, C) and features by layer."""
+    """What one peer made of the batch: its draw, logits (members · B, C) and features by layer."""
 
     posterior: Posterior
     weights: Weights
@@ -40,6 +41,7 @@ class Batch:
         batch_size: the recipe's batch size.
         epoch: epochs since the stage began, with fraction.
         gather: makes rows of the whole batch of those of this process; None where they are the whole.
+        teachers: logits of the teachers, (M, B, C); None where there are none.
         notes: figures that terms want to be logged, by (peer, name); filled by the terms.
     """
 
@@ -50,6 +52,7 @@ class Batch:
     batch_size: int
     epoch: float | Tensor
     gather: Callable[[Tensor], Tensor] | None = None
+    teachers: Tensor | None = None
     notes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
@@ -63,8 +66,8 @@ class Step:
 
     @property
     def labels(self) -> Tensor:
-        """Labels of the batch, (B,)."""
-        return self._batch.labels
+        """Labels, (B,); of a peer with M members those of all its rows, (M·B,)."""
+        return self._batch.labels.repeat(self.members(self._owner))
 
     @property
     def train_size(self) -> int:
@@ -90,9 +93,28 @@ class Step:
         """Return the names of the other peers; whatever is asked about them comes detached."""
         return [name for name in self._batch.outputs if name != peer]
 
+    def members(self, peer: str) -> int:
+        """Return how many members a peer has, each with rows of its own; 1 for all but rank-one posteriors."""
+        return len(self._batch.outputs[peer].logits) // len(self._batch.labels)
+
     def logits(self, peer: str) -> Tensor:
-        """Return logits (B, C)."""
-        return self._guard(peer, self._batch.outputs[peer].logits)
+        """Return logits (B, C); (M·B, C) of a peer with M members, those of the first member first.
+
+        Another peer's come in as many rows as the own ones: of log-probabilities that are averaged over its members if
+        it has not as many.
+        """
+        logits, mine = self._batch.outputs[peer].logits, self.members(self._owner)
+        if (theirs := self.members(peer)) != mine:
+            if theirs > 1:
+                logits = logits.log_softmax(-1).unflatten(0, (theirs, -1)).logsumexp(0) - math.log(theirs)
+            logits = logits.repeat(mine, 1)
+        return self._guard(peer, logits)
+
+    def teachers(self) -> Tensor:
+        """Return the logits of all teachers, (M, B, C), which do not learn."""
+        if self._batch.teachers is None:
+            raise InputError(f"term '{self._term}' needs teachers, but the recipe has none; add a [teachers] table")
+        return self._batch.teachers
 
     def features(self, peer: str, layer: str) -> Tensor:
         """Return the output of a layer."""

@@ -1,0 +1,84 @@
+"""From trained runs to one network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from peerbayes.data import Dataset
+from peerbayes.errors import InputError
+from peerbayes.learning.jobs import fit
+from peerbayes.learning.recipe import Recipe, change, load_recipe
+from peerbayes.learning.run import Run
+from peerbayes.posteriors import Point, Posterior, RankOne, storage
+
+RECIPE = "distillation/latentbe"
+
+
+def distill(
+    teachers: Iterable[Posterior | Run],
+    into: nn.Module,
+    *,
+    data: str | Path | Dataset,
+    run: str | Path,
+    recipe: str | Path = RECIPE,
+    overrides: Sequence[str] = (),
+    **how: Any,
+) -> nn.Module:
+    """Train a network to predict what an ensemble does, and return it as a plain module.
+
+    Args:
+        teachers: trained posteriors, or runs, all of whose peers teach. Of Bayesian ones every step takes new draws.
+        into: the network that learns; it is not changed.
+        data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind.
+        run: the run folder.
+        recipe: of the student; by default it has one rank-one member a teacher, and is their average.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
+        how: what `fit` takes besides.
+    """
+    found = [peer for one in teachers for peer in (one.values() if isinstance(one, Run) else [one])]
+    if not found:
+        raise InputError("there are no teachers to distil")
+    chosen = load_recipe(recipe, overrides)
+    if chosen.teachers is None or len(chosen.peers) != 1:
+        raise InputError(f"recipe {recipe}: expected one peer and a [teachers] table")
+    kind = chosen.peers[0].posterior
+    if kind.kind == "rank_one":
+        options = kind.model_dump(exclude={"kind", "members"})
+        draws = chosen.teachers.draws
+        members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
+        student: Posterior = RankOne(into, members, **options)
+    else:
+        student = Point(into)
+    device = found[0].device
+    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
+    return trained["student"].materialise()
+
+
+def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:
+    """Return a recipe with these runs as its teachers, and with the data that the first of them has learnt."""
+    base = load_recipe(into)
+    if base.teachers is None:
+        raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
+    table = base.model_dump(exclude_none=True)
+    first = Path(runs[0])
+    teacher = Run(first.parent if first.suffix == ".safetensors" else first)
+    table["data"] = teacher.recipe.data.model_dump(exclude_none=True)
+    table["teachers"]["runs"] = [str(Path(run)) for run in runs]
+    for one in changes:
+        change(table, one, f"recipe {into}")
+    return Recipe.parse(table, f"recipe {into}")
+
+
+def save_networks(run: Run) -> list[Path]:
+    """Write each peer's mean weights as a plain network's state dict, beside its posterior; return the files."""
+    written = []
+    for name in run:
+        path = run.folder / f"network-{name}.safetensors"
+        state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
+        storage.write(path, state, {"network": next(p.network for p in run.recipe.peers if p.name == name)})
+        written.append(path)
+    return written

@@ -1,0 +1,192 @@
+"""What a run needs before it begins: peers with their sources, and teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerbayes import networks
+from peerbayes.data import Dataset
+from peerbayes.errors import InputError
+from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
+from peerbayes.learning.run import Run, default_folder, network_inputs
+from peerbayes.learning.stages import seeded
+from peerbayes.learning.teachers import Teachers
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne
+
+DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to be trained into a folder with a seed."""
+
+    recipe: Recipe
+    folder: Path
+    seed: int = 0
+
+
+def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
+    """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
+    source = source_of(peer, recipe, seed, runs)
+    if isinstance(source, Job):
+        source = _only_weights(Run(source.folder), peer)
+    inputs = network_inputs(loaded)
+    start: torch.nn.Module | Path | None = None
+    with seeded(Address(seed, peer.name, "initial")):
+        network = networks.build(peer.network, inputs)
+        if source is not None:
+            start = networks.starting_point(peer.network, inputs, source)
+    options = peer.posterior.model_dump(exclude={"kind"})
+    if peer.posterior.kind == "point":
+        point = Point(network, start_from=start).to(device)
+        point.seed, point.name = seed, peer.name
+        return point
+    kind = MeanField if peer.posterior.kind == "mean_field" else RankOne
+    return kind(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
+
+
+def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
+    return {
+        peer.name: build_peer(peer, job.recipe, loaded, job.seed, job.folder.parent, device)
+        for peer in job.recipe.peers
+    }
+
+
+def source_of(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | None:
+    """Return what a peer starts from: a file of weights, or the run that makes it."""
+    source = peer.start_from
+    if source is None:
+        return None
+    if source.endswith(".safetensors"):
+        return Path(source)
+    if (Path(source) / "recipe.toml").is_file():
+        return _only_weights(Run(source), peer)
+    if source not in packaged() and not Path(source).is_file():
+        raise InputError(f"peer '{peer.name}': start_from '{source}' is neither a recipe, a run folder nor a file")
+    named = load_recipe(source)
+    if len(named.peers) != 1:
+        raise InputError(
+            f"peer '{peer.name}': start_from '{source}' has peers {', '.join(p.name for p in named.peers)}; "
+            "train it, and name one of its weights-*.safetensors files"
+        )
+    _refuse_circle(source, peer)
+    return _fitting(source, named, recipe, seed, runs, {"network": peer.network})
+
+
+def _fitting(source: str, named: Recipe, recipe: Recipe, seed: int, runs: Path, peer_changes: Mapping[str, Any]) -> Job:
+    """Return the run of a recipe that another one needs: on the same data."""
+    table = named.model_dump(exclude_none=True)
+    table["data"] |= recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
+    table["peers"] = [item | peer_changes for item in table["peers"]]
+    fitted = Recipe.parse(table, f"recipe {source}")
+    folder = default_folder(source, seed, runs)
+    if fitted != named:
+        folder = folder.with_name(f"{folder.name}-{fitted.digest}")
+    return Job(fitted, folder, seed)
+
+
+def teacher_sources(job: Job) -> list[Path | Job]:
+    """Return where a recipe's teachers lie: run folders, weights files, or runs that have to be made."""
+    if job.recipe.teachers is None:
+        return []
+    found: list[Path | Job] = []
+    for source in job.recipe.teachers.runs:
+        path = Path(source).expanduser()
+        if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
+            found.append(path)
+        elif source in packaged() or path.is_file():
+            found.append(_fitting(source, load_recipe(source), job.recipe, job.seed, job.folder.parent, {}))
+        else:
+            raise InputError(f"teacher '{source}' is neither a recipe, a run folder nor a weights file of a run")
+    return found
+
+
+def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers | None:
+    """Load a recipe's teachers, and check that they fit the data; untrained ones stand in for those to be trained."""
+    found: list[Posterior] = []
+    for source in teacher_sources(job):
+        if isinstance(source, Job) and not is_trained(source.folder):
+            found += build_peers(source, loaded, device).values()
+            continue
+        path = source.folder if isinstance(source, Job) else source
+        run = Run(path.parent if path.suffix == ".safetensors" else path)
+        names = [name for name in run if path in (run.folder, run.weights_file(name))]
+        if not names:
+            raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
+        _refuse_strangers(run, loaded)
+        found += [run[name].to(device) for name in names]
+    return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
+
+
+def _refuse_strangers(run: Run, loaded: Dataset) -> None:
+    about = run.about.get("inputs", {})
+    classes, shape = about.get("classes"), tuple(about.get("shape", ()))
+    if classes != loaded.classes:
+        raise InputError(f"teacher {run.folder}: knows {classes} classes, but {loaded.name} has {loaded.classes}")
+    if shape != tuple(loaded.shape):
+        raise InputError(f"teacher {run.folder}: takes inputs of shape {shape}, but {loaded.name} has {loaded.shape}")
+
+
+def fitted_to_teachers(recipe: Recipe) -> Recipe:
+    """Return the recipe with what it leaves to its teachers: ``network = "teachers"``, and ``members = 0``."""
+    if recipe.teachers is None:
+        return recipe
+    known: list[Recipe] = []
+    for source in recipe.teachers.runs:
+        path = Path(source).expanduser()
+        if path.suffix == ".safetensors":
+            path = path.parent
+        known.append(load_recipe(path / "recipe.toml" if path.is_dir() else source))
+    count = sum(
+        1 if peer.posterior.kind == "point" else recipe.teachers.draws
+        for source, found in zip(recipe.teachers.runs, known, strict=True)
+        for peer in found.peers
+        if not source.endswith(".safetensors") or Path(source).name == f"weights-{peer.name}.safetensors"
+    )
+    table = recipe.model_dump(exclude_none=True)
+    table["teachers"]["runs"] = [
+        str(path.resolve()) if (path := Path(source).expanduser()).exists() else source
+        for source in recipe.teachers.runs
+    ]
+    for peer in table["peers"]:
+        if peer["network"] == "teachers":
+            peer["network"] = known[0].peers[0].network
+        if peer["posterior"].get("members") == 0:
+            peer["posterior"]["members"] = count
+    return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def untrained_sources(job: Job) -> list[Job]:
+    """Return the runs that a job needs and that are not there yet: what its peers start from, and its teachers."""
+    named = [source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers]
+    needed = [source for source in (*named, *teacher_sources(job)) if isinstance(source, Job)]
+    return [source for source in needed if not is_trained(source.folder)]
+
+
+def _refuse_circle(source: str, peer: Peer) -> None:
+    seen, now = [], source
+    while now in packaged() or Path(now).is_file():
+        if now in seen:
+            raise InputError(f"peer '{peer.name}': start_from '{source}' leads back to '{now}'")
+        seen.append(now)
+        now = next((p.start_from for p in load_recipe(now).peers if p.start_from), "")
+        if now.endswith(".safetensors"):
+            return
+
+
+def _only_weights(run: Run, peer: Peer) -> Path:
+    if len(run) != 1:
+        raise InputError(
+            f"peer '{peer.name}': {run.folder} has peers {', '.join(run)}; name one weights-*.safetensors file"
+        )
+    return run.weights_file(next(iter(run)))
+
+
+def is_trained(folder: Path) -> bool:
+    return (folder / "recipe.toml").is_file() and Run(folder).finished

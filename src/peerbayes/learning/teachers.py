@@ -1,0 +1,222 @@
+"""Teachers: trained posteriors that do not learn, and steps of images to where they, or students, differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peerbayes.data import gaussian_step, guidance, pair, step_along
+from peerbayes.errors import InputError
+from peerbayes.learning.recipe import Perturb
+from peerbayes.noise import Address
+from peerbayes.posteriors import Posterior, RankOne
+
+PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A network in evaluation mode that gets all of its tensors handed in, and how they lie in flat ones."""
+
+    posterior: Posterior
+    network: nn.Module
+
+    @classmethod
+    def of(cls, posterior: Posterior) -> Plain:
+        """Take a posterior's network; it is copied, so that training mode stays what it is."""
+        return cls(posterior, copy.deepcopy(posterior.network).eval())
+
+    def same_as(self, other: Plain) -> bool:
+        """Whether the other's tensors fit this network."""
+        mine, theirs = ((p.posterior.layout.shapes, p.posterior.rest_layout.shapes) for p in (self, other))
+        return mine == theirs and type(self.network) is type(other.network)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """All tensors of a network: flat weights (size,), the rest (rest size,), and buffers by name."""
+
+    flat: Tensor
+    rest: Tensor
+    buffers: Mapping[str, Tensor]
+
+
+def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dtype | None) -> Tensor:
+    """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone."""
+    posterior = plain.posterior
+    named = posterior.layout.views(tensors.flat) | posterior.rest_layout.views(tensors.rest)
+    named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.buffers)
+    with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+        return posterior.run_network(images, named, plain.network).float()
+
+
+Pass = Callable[[Plain, Tensor, Tensors, torch.dtype | None], Tensor]
+
+
+class Teachers:
+    """An ensemble: points, and Bayesian posteriors of which each step takes new draws.
+
+    Args:
+        posteriors: trained, on one device; they are not changed.
+        draws: of each Bayesian one, in every step.
+        seed: with the step's number, where their draws live.
+    """
+
+    def __init__(self, posteriors: Sequence[Posterior], draws: int = 1, seed: int = 0) -> None:
+        if not posteriors:
+            raise InputError("there are no teachers")
+        self.draws, self.seed = draws, seed
+        self.posteriors = [copy.deepcopy(posterior).requires_grad_(False).eval() for posterior in posteriors]
+        self._plain = [Plain.of(posterior) for posterior in self.posteriors]
+        self.places = [
+            (place, number)
+            for place, posterior in enumerate(self.posteriors)
+            for number in range(draws if posterior.stochastic else 1)
+        ]
+        self.alike = all(self._plain[0].same_as(plain) for plain in self._plain)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def tensors(self, step: int | Tensor) -> list[Tensors]:
+        """Return each teacher's weights at a step; those of points are the same at all."""
+        found = []
+        for place, number in self.places:
+            posterior = self.posteriors[place]
+            address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
+            found.append(Tensors(posterior.draw(address).flat, posterior.rest, _buffers(posterior)))
+        return found
+
+    def logits(self, run: Pass, images: Tensor, tensors: Sequence[Tensors], autocast: torch.dtype | None) -> Tensor:
+        """Return the logits of all teachers, (M, B, C)."""
+        passes = zip(self.places, tensors, strict=True)
+        return torch.stack([run(self._plain[place], images, own, autocast) for (place, _), own in passes])
+
+    def pick(
+        self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
+    ) -> Tensor:
+        """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network."""
+        flat, rest = (torch.stack(list(found)) for found in zip(*((t.flat, t.rest) for t in tensors), strict=True))
+        chosen = {
+            name: torch.stack([own.buffers[name] for own in tensors]).index_select(0, number)[0]
+            for name in tensors[0].buffers
+        }
+        own = Tensors(flat.index_select(0, number)[0], rest.index_select(0, number)[0], chosen)
+        return run(self._plain[0], images, own, autocast)
+
+
+def _buffers(posterior: Posterior) -> dict[str, Tensor]:
+    return {name: buffer.detach() for name, buffer in posterior.network.named_buffers()}
+
+
+class Perturbation:
+    """Steps of a batch of images, of the size of noise of 1/255 a pixel, before anybody learns from them.
+
+    Args:
+        options: the recipe's.
+        teachers: whom they look at; Gaussian noise needs none.
+        students: the peers; `tdiv_sdiv` looks at the members of one.
+        seed: the run's seed.
+    """
+
+    def __init__(
+        self, options: Perturb, teachers: Teachers | None, students: Mapping[str, Posterior], seed: int
+    ) -> None:
+        self.kind, self.temperature, self.seed = options.kind, options.temperature, seed
+        self.teachers = teachers
+        self.student: tuple[RankOne, Plain] | None = None
+        if self.kind == "gaussian":
+            return
+        if teachers is None:
+            raise InputError(f"perturb '{self.kind}' needs teachers, but the recipe has none; add a [teachers] table")
+        if self.kind in (*PAIRS, "bald") and len(teachers) < 2:
+            raise InputError(f"perturb '{self.kind}' compares teachers, but there is only one; give it two or more")
+        if self.kind != "bald" and not teachers.alike:
+            raise InputError(f"perturb '{self.kind}' picks teachers at random, which must have one network in common")
+        if self.kind == "tdiv_sdiv":
+            name, student = next(iter(students.items()))
+            if len(students) > 1 or not isinstance(student, RankOne) or student.members != len(teachers):
+                raise InputError(
+                    f"perturb 'tdiv_sdiv' compares the members of one rank-one student, {len(teachers)} as there are "
+                    f"teachers, but peer '{name}' of {len(students)} is a {student.kind} with {student.members}"
+                )
+            self.student = student, Plain.of(student)
+
+    def __call__(
+        self,
+        images: Tensor,
+        number: int | Tensor,
+        first: int,
+        tensors: Sequence[Tensors],
+        run: Pass,
+        autocast: torch.dtype | None,
+    ) -> Tensor:
+        """Return the images of step ``number`` moved; ``first`` is the number of the first of them."""
+        if not images.is_floating_point() or images.dim() != 4:
+            raise InputError(f"perturb '{self.kind}' is for images: leave it out for texts")
+        address = Address(self.seed, "data", "perturb", number)
+        if self.kind == "gaussian":
+            return gaussian_step(images, address, first)
+        assert self.teachers is not None
+        teachers, moved = self.teachers, images.detach().requires_grad_(True)
+        scale: float | Tensor = 1.0
+        with torch.enable_grad():
+            if self.kind in ("ods", "conf_ods"):
+                one = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
+                logits = teachers.pick(run, moved, tensors, one, autocast)
+                p = (logits / self.temperature).softmax(-1)
+                value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
+                scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
+            elif self.kind == "bald":
+                log_p = teachers.logits(run, moved, tensors, autocast).log_softmax(-1)
+                value = torch.special.entr(log_p.exp().mean(0)).sum() - torch.special.entr(log_p.exp()).mean(0).sum()
+            else:
+                chosen = pair(address, len(teachers), images.device)
+                value = self._teachers_apart(chosen, images, moved, tensors, run, autocast)
+                if self.student is not None:
+                    value = value - self._students_apart(chosen, images, moved, run, autocast)
+            (gradient,) = torch.autograd.grad(value, moved)
+        return step_along(images, gradient, scale)
+
+    def _teachers_apart(
+        self,
+        chosen: Tensor,
+        images: Tensor,
+        moved: Tensor,
+        tensors: Sequence[Tensors],
+        run: Pass,
+        autocast: torch.dtype | None,
+    ) -> Tensor:
+        assert self.teachers is not None
+        with torch.no_grad():
+            target = self.teachers.pick(run, images, tensors, chosen[:1], autocast)
+        return _cross_entropy(target, self.teachers.pick(run, moved, tensors, chosen[1:], autocast))
+
+    def _students_apart(
+        self, chosen: Tensor, images: Tensor, moved: Tensor, run: Pass, autocast: torch.dtype | None
+    ) -> Tensor:
+        assert self.student is not None
+        student, plain = self.student
+        buffers = _buffers(student)
+
+        def logits(inputs: Tensor, number: Tensor) -> Tensor:
+            with torch.no_grad():
+                flat, rest = student.member(number).flat.detach(), student.rest.detach()
+            return run(plain, inputs, Tensors(flat, rest, buffers), autocast)
+
+        with torch.no_grad():
+            target = logits(images, chosen[0])
+        return _cross_entropy(target, logits(moved, chosen[1]))
+
+
+def _cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
+    # Σ_b H[p, q]: by the images it has the gradient of Σ_b KL(p ‖ q), where p is a constant.
+    return -(target.softmax(-1) * logits.log_softmax(-1)).sum()
+
+
+def _zero(images: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=images.device)

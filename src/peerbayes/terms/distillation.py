@@ -1,0 +1,73 @@
+"""Learning from teachers: trained networks that do not learn. Each has its own logits z_m for the batch's images."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from peerbayes.dirichlet import dirichlet_kl, proxy_dirichlet
+from peerbayes.errors import InputError
+from peerbayes.quadratic import least_norm_weights
+from peerbayes.terms.mutual import Temperature
+from peerbayes.terms.registry import term
+from peerbayes.terms.step import Step
+
+
+@term
+def distil(
+    step: Step,
+    peer: str,
+    *,
+    weight: float = 1.0,
+    temperature: Temperature = 4.0,
+    teachers: Literal["mean", "one_to_one", "adaptive"] = "mean",
+    cap: Annotated[float, Field(gt=0, le=1)] = 0.6,
+    per: Literal["batch", "image"] = "batch",
+) -> Tensor:
+    """weight · T² · (1/B) Σ_b H[t_b, softmax(z_b / T)], with a target t made of the teachers' p_m = softmax(z_m / T).
+
+    ``mean``: t = (1/M) Σ_m p_m, which is the mean of the teachers' cross-entropies. ``one_to_one``: member m of a
+    rank-one student learns from teacher m, and the loss is the mean over members. ``adaptive``: t = Σ_m ω_m p_m with
+    the weights 0 ≤ ω ≤ ``cap`` for which ‖Σ_m ω_m g_m‖ is least, where g_m is the gradient of teacher m's loss by the
+    student's logits: its mean over the batch, or ``per`` image (AE-KD).
+    """
+    members = step.members(peer)
+    targets = (step.teachers() / temperature).softmax(-1)
+    own = (step.logits(peer) / temperature).log_softmax(-1).unflatten(0, (members, -1))
+    if teachers == "one_to_one":
+        if members != len(targets):
+            raise InputError(
+                f"term 'distil' teaches one to one, but peer '{peer}' has {members} members and there are "
+                f"{len(targets)} teachers"
+            )
+        target = targets
+    elif teachers == "mean":
+        target = targets.mean(0)
+    else:
+        weights = adaptive_weights(targets, own.detach().exp().mean(0), cap, per)
+        target = (weights * targets).sum(0)
+        step.note("largest_weight", weights.amax(0).mean())
+    loss: Tensor = -(target * own).sum(-1).mean()
+    return loss * (weight * temperature**2)
+
+
+def adaptive_weights(targets: Tensor, own: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:
+    """Return AE-KD's weights of teachers (M, B, C) for a student (B, C): shape (M, 1, 1), or (M, B, 1) per image."""
+    gaps = own - targets
+    gaps = gaps.mean(1, keepdim=True) if per == "batch" else gaps
+    vectors = gaps.transpose(0, 1)
+    return least_norm_weights(vectors @ vectors.transpose(1, 2), max(cap, 1 / len(targets))).T.unsqueeze(-1)
+
+
+@term
+def proxy_end2(step: Step, peer: str, *, weight: float = 1.0, floor: Annotated[float, Field(gt=0)] = 1e-8) -> Tensor:
+    """weight · (1/B) Σ_b KL(Dir(exp z_b + 1) ‖ Dir(β_b)) / Σ_c β_bc, with β the Dirichlet of the teachers (Proxy-EnD²).
+
+    See `peerbayes.dirichlet.proxy_dirichlet` for β, with ``floor``.
+    """
+    beta = proxy_dirichlet(step.teachers().log_softmax(-1), floor).double()
+    alpha = step.logits(peer).double().exp() + 1
+    found = dirichlet_kl(alpha.unflatten(0, (step.members(peer), -1)), beta) / beta.sum(-1)
+    return (weight * found.mean()).float()
