@@ -257,6 +257,12 @@ def evaluate(
     ood: Annotated[
         list[str] | None, typer.Option(help="A data set the peers should be unsure of; may be repeated.")
     ] = None,
+    corrupted: Annotated[
+        str | None, typer.Option(help="Also on corrupted images: 'made' here, or a folder of CIFAR-C arrays.")
+    ] = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Also after temperature scaling on the validation split.")
+    ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,
     as_json: Json = False,
@@ -266,10 +272,18 @@ def evaluate(
 
     folders = [folder for given in runs for folder in reporting.find_runs(given)]
     records = [
-        reporting.evaluate(folder, draws=draws, settle=settle, out_of_distribution=ood, device=device, root=data_root)
+        reporting.evaluate(
+            folder,
+            draws=draws,
+            settle=settle,
+            out_of_distribution=ood,
+            corrupted=corrupted,
+            device=device,
+            root=data_root,
+        )
         for folder in folders
     ]
-    _show(records, as_json, many=len(records) > 1)
+    _show(records, as_json, len(records) > 1, calibrated)
 
 
 class Sampler(enum.Enum):
@@ -362,7 +376,13 @@ def sweep(
 
 @app.command()
 def figure(
-    name: Annotated[str, typer.Argument(help="divergence, best-alpha, curves, gap, spread, grid or flatness.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
+            "diversity, perturbations."
+        ),
+    ],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
     out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
     by_peer: Annotated[
@@ -372,7 +392,7 @@ def figure(
     data_root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Draw what alpha does, from runs over alphas and seeds; --json prints the numbers behind the figure."""
+    """Draw what alpha does, or distillation, from runs; --json prints the numbers behind the figure."""
     from peerbayes import reporting
 
     path, numbers = reporting.write_figure(name, runs or [], out, by_peer=by_peer, device=device, root=data_root)
@@ -442,20 +462,20 @@ def _judge(run: Run, device: str, root: Path | None) -> Record:
     return record
 
 
-def _show(records: list[Record], as_json: bool, many: bool) -> None:
+def _show(records: list[Record], as_json: bool, many: bool, calibrated: bool = False) -> None:
     from peerbayes import reporting
 
     if as_json:
         typer.echo(json.dumps(records if many else records[0], indent=1))
         return
-    typer.echo(reporting.text_table(records))
+    typer.echo(reporting.text_table(records, calibrated))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:
                 spent = f"{peer['draws_spent']:.1f} of at most {record['draws']} draws an image"
                 typer.echo(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")
             for name, figures in peer.get("out_of_distribution", {}).items():
-                shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items())
+                shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if isinstance(value, float))
                 typer.echo(f"seed {record['seed']} {peer['name']} against {name}: {shown}")
 
 

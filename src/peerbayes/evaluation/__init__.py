@@ -9,7 +9,7 @@ from peerbayes.evaluation.calibration import (
     temper,
 )
 from peerbayes.evaluation.diversity import disagreement_rate, pairwise_diversity, probability_variance
-from peerbayes.evaluation.flatness import directions, loss_along, sharpness
+from peerbayes.evaluation.flatness import barrier, directions, loss_along, loss_between, sharpness
 from peerbayes.evaluation.metrics import (
     accuracy,
     brier,
@@ -31,6 +31,7 @@ __all__ = [
     "aupr",
     "aurc",
     "auroc",
+    "barrier",
     "brier",
     "directions",
     "disagreement_rate",
@@ -38,6 +39,7 @@ __all__ = [
     "fit_temperature",
     "fpr_at_tpr",
     "loss_along",
+    "loss_between",
     "nll",
     "nll_from_log",
     "paired_difference",

@@ -116,3 +116,56 @@ def sharpness(losses: Tensor, distances: Sequence[float], at: float) -> float:
             raise InputError(f"distances: {needed:g} is not among them; expected 0, {at:g} and {-at:g}")
     mean: dict[float, float] = dict(zip(distances, losses.mean(0).tolist(), strict=True))
     return (mean[at] + mean[-at]) / 2 - mean[0.0]
+
+
+@torch.no_grad()
+def loss_between(
+    posterior: Posterior,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    data: Split | tuple[Tensor, Tensor],
+    points: Sequence[float],
+    *,
+    batch_size: int = 256,
+) -> Tensor:
+    """Return the mean cross-entropy at ``(1 − t) first + t second``, in evaluation mode.
+
+    Args:
+        posterior: over the network; it is not changed.
+        first: tensors of the network by name: all parameters, and buffers that are not the posterior's own.
+        second: tensors of the same names and shapes.
+        data: a split with labels, or images ``(N, ...)`` and labels ``(N,)``.
+        points: values of t.
+        batch_size: images at a time.
+
+    Returns:
+        Nats per image, float64 ``(len(points),)``, on the CPU.
+    """
+    for name in {*first, *second}:
+        if name not in first or name not in second or first[name].shape != second[name].shape:
+            raise InputError(f"first, second: tensor '{name}' is not in both, or of another shape in one")
+    parts = _batches(posterior, data, batch_size)
+    modes = {module: module.training for module in posterior.modules()}
+    posterior.eval()
+    try:
+        found = []
+        for point in points:
+            mixed = {n: torch.lerp(a, second[n], point) if a.is_floating_point() else a for n, a in first.items()}
+            found.append(_loss(posterior, mixed, parts))
+        return torch.tensor(found, dtype=torch.float64)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def barrier(losses: Tensor, points: Sequence[float]) -> float:
+    """Return how far the loss rises above the straight line between its ends: max_t L(t) − ((1 − t) L(0) + t L(1)).
+
+    Args:
+        losses: ``(points,)``, from :func:`loss_between`; its first and last points are the ends 0 and 1.
+        points: the values of t.
+    """
+    if len(points) != len(losses) or points[0] != 0 or points[-1] != 1:
+        raise InputError(f"points: expected {len(losses)} from 0 to 1, got {list(points)}")
+    t = torch.tensor(points, dtype=losses.dtype)
+    return float((losses - torch.lerp(losses[0], losses[-1], t)).max())

@@ -277,7 +277,9 @@ class Cohort:
         if self.teachers is None:
             return images, None
         with torch.no_grad():
-            return images, self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast)
+            with self._forked():
+                found = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
+            return images, torch.stack(found)
 
     def _output(self, name: str, images: Tensor, clock: Clock) -> terms.Output:
         posterior = self.peers[name]

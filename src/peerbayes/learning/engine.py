@@ -25,6 +25,7 @@ from peerbayes.posteriors.kernels import tried_kernels
 
 Name = Literal["eager", "compiled", "captured"]
 WARM_UP = 3
+TEACHERS = 4  # how many teachers run beside each other
 STREAMS = 32  # how many different streams torch hands out before it hands them out again
 
 
@@ -107,10 +108,12 @@ class Captured(Compiled):
         device = cohort.device
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.stage_number = torch.zeros((), dtype=torch.int64, device=device)
-        # One stream for the cohort and one a peer, for good: cuBLAS keeps its scratch space by stream, and two graphs
-        # that were captured on one would write into the same.
+        # One stream for the cohort, one a peer and some for teachers, for good: cuBLAS keeps its scratch space by
+        # stream, and two graphs that were captured on one would write into the same.
         self.stream = torch.cuda.Stream(device)
-        self.streams = {name: torch.cuda.Stream(device) for name in cohort.peers}
+        teachers = min(len(cohort.teachers), TEACHERS) if cohort.teachers is not None else 0
+        names = [*cohort.peers, *(f"teacher {number}" for number in range(teachers))]
+        self.streams = {name: torch.cuda.Stream(device) for name in names}
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.norms_graph: torch.cuda.CUDAGraph | None = None

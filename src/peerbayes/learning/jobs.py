@@ -18,7 +18,7 @@ from peerbayes.data import Dataset, Placement, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import ALONE, World
-from peerbayes.learning.engine import STREAMS, Name, pick
+from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.loop import Learner, TrainingError, run_together
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
@@ -94,7 +94,8 @@ class How:
     def waves(self, jobs: Sequence[Job], device: torch.device) -> list[Sequence[Job]]:
         """Return the jobs in groups that are trained side by side."""
         captured = pick(self.engine, device) == "captured"
-        streams = max((len(job.recipe.peers) for job in jobs), default=1) + 1
+        taught = TEACHERS if any(job.recipe.teachers is not None for job in jobs) else 0
+        streams = max((len(job.recipe.peers) for job in jobs), default=1) + 1 + taught
         most = max(1, STREAMS // streams) if captured else len(jobs) or 1
         pack = min(most, self.pack or (most if captured else 1))
         if self.world.size > 1:

@@ -118,6 +118,9 @@ class Teachers(Strict):
     draws: PositiveInt = 1
 
 
+Kind = Literal["gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+
+
 class Perturb(Strict):
     """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.learning.teachers.Perturbation`.
 
@@ -128,7 +131,7 @@ class Perturb(Strict):
         temperature: of the teacher in ``ods`` and ``conf_ods``.
     """
 
-    kind: Literal["gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+    kind: Kind
     temperature: PositiveFloat = 1.0
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +94,20 @@ class Teachers:
             found.append(Tensors(posterior.draw(address).flat, posterior.rest, _buffers(posterior)))
         return found
 
-    def logits(self, run: Pass, images: Tensor, tensors: Sequence[Tensors], autocast: torch.dtype | None) -> Tensor:
-        """Return the logits of all teachers, (M, B, C)."""
-        passes = zip(self.places, tensors, strict=True)
-        return torch.stack([run(self._plain[place], images, own, autocast) for (place, _), own in passes])
+    def logits(
+        self,
+        run: Pass,
+        images: Tensor,
+        tensors: Sequence[Tensors],
+        autocast: torch.dtype | None,
+        lane: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> list[Tensor]:
+        """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others."""
+        found = []
+        for number, ((place, _), own) in enumerate(zip(self.places, tensors, strict=True)):
+            with lane(f"teacher {number}"):
+                found.append(run(self._plain[place], images, own, autocast))
+        return found
 
     def pick(
         self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
@@ -172,7 +185,7 @@ class Perturbation:
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
                 scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
             elif self.kind == "bald":
-                log_p = teachers.logits(run, moved, tensors, autocast).log_softmax(-1)
+                log_p = torch.stack(teachers.logits(run, moved, tensors, autocast)).log_softmax(-1)
                 value = torch.special.entr(log_p.exp().mean(0)).sum() - torch.special.entr(log_p.exp()).mean(0).sum()
             else:
                 chosen = pair(address, len(teachers), images.device)

@@ -1,4 +1,4 @@
-"""Figures of runs over alphas: drawn from the numbers of `peerbayes.reporting.alphas`."""
+"""All figures by name; those of runs over alphas are drawn here, from the numbers of `peerbayes.reporting.alphas`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from matplotlib.ticker import MaxNLocator
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
 from peerbayes.reporting import alphas as numbers
+from peerbayes.reporting import distilled
 from peerbayes.reporting.figures import COLOURS, draw_heat_map
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
+MEASURED = ("flatness", "line", "perturbations")
 MARKERS = "os^DvPX"
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
@@ -54,7 +56,7 @@ def write_figure(
         runs: run folders, or folders of runs.
         out: a file that ends in ``.png``, ``.pdf`` or ``.svg``; by default the name with ``.png``.
         by_peer: a line a peer, not the average over peers; for ``curves`` and ``gap``.
-        device: where ``flatness`` is measured.
+        device: where those that run networks are measured: `MEASURED`.
         root: data root.
     """
     if name not in NAMES:
@@ -68,7 +70,7 @@ def write_figure(
     if by_peer and name not in ("curves", "gap"):
         raise InputError(f"figure {name}: a line a peer is for curves and gap")
     compute, draw = NAMES[name]
-    options: dict[str, Any] = {"device": device, "root": root} if name == "flatness" else {}
+    options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
     options |= {"by_peer": by_peer} if name in ("curves", "gap") else {}
     found = {"figure": name, **(compute(runs, **options) if runs else compute())}
     buffer = io.BytesIO()
@@ -276,4 +278,7 @@ NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "spread": (numbers.spread, spread),
     "grid": (numbers.grid, grid),
     "flatness": (numbers.flatness, flatness),
+    "line": (distilled.line, distilled.draw_line),
+    "diversity": (distilled.diversity, distilled.draw_diversity),
+    "perturbations": (distilled.perturbations, distilled.draw_perturbations),
 }

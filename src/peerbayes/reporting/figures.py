@@ -93,6 +93,26 @@ def reliability_figure(records: Sequence[Record]) -> Figure:
     return figure
 
 
+def entropy_figure(records: Sequence[Record], other: str) -> Figure:
+    """Shares of images by entropy: of the test split (solid) and of another data set (dashed); means over seeds."""
+    figure, axes = _axes()
+    for number, (name, peers, _, _) in enumerate(_series(records)):
+        found = [peer["out_of_distribution"][other] for peer in peers if other in peer.get("out_of_distribution", {})]
+        found = [one["entropy"] for one in found if "entropy" in one]
+        if not found:
+            continue
+        edges = np.array(found[0]["edges"])
+        for key, style in (("inside", "-"), ("outside", "--")):
+            shares = np.mean([np.array(one[key]) / sum(one[key]) for one in found], 0)
+            colour = COLOURS[number % len(COLOURS)]
+            label = name if key == "inside" else f"{name}, {other}"
+            axes.stairs(shares * 100, edges, color=colour, linestyle=style, label=label, linewidth=1.3)
+    axes.set_xlabel("entropy (nats)")
+    axes.set_ylabel("images (%)")
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
     figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset, Split, load_images, load_texts
+from peerbayes.data import Dataset, Split
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
+from peerbayes.reporting.outside import judge_corrupted, judge_outside
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -28,6 +30,7 @@ def evaluate(
     draws: int | None = None,
     settle: float | None = None,
     out_of_distribution: Iterable[str] | None = None,
+    corrupted: str | Path | None = None,
     data: Dataset | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
@@ -39,6 +42,7 @@ def evaluate(
         draws: draws averaged; the recipe's by default.
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
+        corrupted: also judge on corrupted test images: ``"made"`` here, or a folder of the official CIFAR-C arrays.
         data: the data set, where the run was given one in memory; by default it is loaded by name.
         device: where to predict.
         root: data root.
@@ -49,12 +53,16 @@ def evaluate(
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
     peers, log_probabilities, held = [], [], []
+
+    def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
+        return predict_split(posterior, split, draws, seed=run.seed, name=peer, settle=settle)[0]
+
     for name in run:
         posterior = run[name].to(where)
         found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
         if outside:
             found["out_of_distribution"] = {
-                other: _judge_outside(posterior, name, run, log_p, other, draws, settle, root, loaded)
+                other: judge_outside(functools.partial(predict, posterior, name), log_p, other, loaded, root)
                 for other in outside
             }
         peers.append(found)
@@ -93,6 +101,13 @@ def evaluate(
             "probability_variance": evaluation.probability_variance(stacked),
         }
         record["ensemble"] = _ensemble(stacked, held, loaded, options.ece_bins)
+    if corrupted is not None:
+        posteriors = {name: run[name].to(where) for name in run}
+        bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)
+        for peer in peers:
+            peer["corrupted"] = bad[peer["name"]]
+        if None in bad:
+            record["ensemble"]["corrupted"] = bad[None]
     return record
 
 
@@ -183,35 +198,6 @@ def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor
         "temperature": temperature,
         "cnll": evaluation.nll_from_log(tempered, labels),
         "cece": evaluation.ece(tempered.exp(), labels, bins),
-    }
-
-
-def _judge_outside(
-    posterior: Posterior,
-    name: str,
-    run: Run,
-    log_p: Tensor,
-    other: str,
-    draws: int,
-    settle: float | None,
-    root: str | Path | None,
-    loaded: Dataset,
-) -> Record:
-    if loaded.vocabulary is not None:
-        split = load_texts(other, loaded.vocabulary, root=root)
-    else:
-        split = load_images(other, root=root, size=loaded.shape[1])
-        images, _ = split.batch(torch.arange(1), torch.device("cpu"))
-        if images.shape[1] != loaded.shape[0]:
-            raise InputError(
-                f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
-            )
-    outside = predict_split(posterior, split, draws, seed=run.seed, name=name, settle=settle)[0]
-    inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
-    return {
-        "auroc": evaluation.auroc(inner, outer),
-        "aupr": evaluation.aupr(inner, outer),
-        "fpr85": evaluation.fpr_at_tpr(inner, outer, tpr=0.85),
     }
 
 

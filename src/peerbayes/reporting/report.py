@@ -20,6 +20,8 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
         ("Accuracy on the images a peer is surest of. A point has no disagreement; its entropy takes the place.",
          figures.retention_figure(records)),
         ("Reliability: accuracy against confidence.", figures.reliability_figure(records)),
+        *((f"Entropy of predictions, on the test split and on {other}.", figures.entropy_figure(records, other))
+          for other in dict.fromkeys(o for r in records for p in r["peers"] for o in p.get("out_of_distribution", ()))),
         *((caption, figures.training_figure(lines)) for caption, lines in metrics.items() if lines),
     ]  # fmt: skip
     pictures = [_picture(caption, figure) for caption, figure in drawn] + _graphs(records)

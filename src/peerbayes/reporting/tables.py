@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peerbayes.errors import InputError
 from peerbayes.evaluation import paired_difference, summarise
 from peerbayes.learning import Sweep
 from peerbayes.learning.space import setting_title, shown
@@ -13,6 +14,8 @@ from peerbayes.reporting.records import Record
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
+CORRUPTED = "corrupted"  # where a peer's figures on corrupted images stand
 AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
 
 
@@ -58,6 +61,11 @@ def _key(record: Record) -> str:
     return f"{record['recipe']}\0{label(record)}"
 
 
+def columns(calibrated: bool) -> dict[str, tuple[str, float]]:
+    """Return the table's columns, with or without those after temperature scaling."""
+    return FIGURES | (CALIBRATED if calibrated else {})
+
+
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for record in records:
@@ -67,7 +75,18 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     return found
 
 
-def rows(records: Sequence[Record]) -> list[Row]:
+def only_corrupted(records: Sequence[Record]) -> list[Record]:
+    """Return the records that were judged on corrupted images, with the figures there in the place of the others."""
+    found = []
+    for record in records:
+        if all(CORRUPTED in peer for peer in record["peers"]):
+            peers = [{"name": peer["name"], **peer[CORRUPTED]} for peer in record["peers"]]
+            whole = {"ensemble": record["ensemble"][CORRUPTED]} if "ensemble" in record else {}
+            found.append(record | {"peers": peers} | whole)
+    return found
+
+
+def rows(records: Sequence[Record], calibrated: bool = False) -> list[Row]:
     """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
     found = []
     for group in grouped(records).values():
@@ -76,7 +95,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
         more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
         for peer in [*names, *more]:
             cells = []
-            for key, scale in FIGURES.values():
+            for key, scale in columns(calibrated).values():
                 values = _values(group, peer, key)
                 cells.append(_cell([value * scale for value in values.values()], scale))
             found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells)))
@@ -113,15 +132,21 @@ def differences(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def text_table(records: Sequence[Record]) -> str:
-    """Return the table and the differences as plain text."""
-    lines = [("", "", *FIGURES)]
+def text_table(records: Sequence[Record], calibrated: bool = False) -> str:
+    """Return the table and the differences as plain text; ``calibrated`` adds figures after temperature scaling."""
+    without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
+    if without:
+        raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
+    lines = [("", "", *columns(calibrated))]
     previous = ""
-    for row in rows(records):
+    for row in rows(records, calibrated):
         lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
         previous = row.method
     text = _aligned(lines, left=2)
-    return "\n".join([*text, *(["", *found] if (found := differences(records)) else [])])
+    text += ["", *found] if (found := differences(records)) else []
+    if bad := only_corrupted(records):
+        text += ["", "on corrupted images, the mean over 15 types and 5 severities:", text_table(bad)]
+    return "\n".join(text)
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> list[str]:

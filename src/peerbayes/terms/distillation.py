@@ -34,6 +34,7 @@ def distil(
     student's logits: its mean over the batch, or ``per`` image (AE-KD).
     """
     members = step.members(peer)
+    _note_diversity(step, peer, members)
     targets = (step.teachers() / temperature).softmax(-1)
     own = (step.logits(peer) / temperature).log_softmax(-1).unflatten(0, (members, -1))
     if teachers == "one_to_one":
@@ -51,6 +52,22 @@ def distil(
         step.note("largest_weight", weights.amax(0).mean())
     loss: Tensor = -(target * own).sum(-1).mean()
     return loss * (weight * temperature**2)
+
+
+def _note_diversity(step: Step, peer: str, members: int) -> None:
+    """Note how far apart teachers are, and the members of a student: the mean KL of pairs, for the images as given."""
+    own = step.logits(peer).detach().unflatten(0, (members, -1))
+    for name, logits in (("teachers_apart", step.teachers()), ("members_apart", own)):
+        if len(logits) > 1:
+            step.note(name, mean_pairwise_kl(logits.log_softmax(-1)))
+
+
+def mean_pairwise_kl(log_p: Tensor) -> Tensor:
+    """Return 1/(M (M − 1)) Σ_{i≠j} (1/B) Σ_b KL(p_i ‖ p_j) for log-probabilities (M, B, C)."""
+    count, p = len(log_p), log_p.exp()
+    # Σ_ij Σ_c p_i (log p_i − log p_j): the second sum needs Σ_i p_i and Σ_j log p_j alone.
+    own, crossed = (p * log_p).sum((0, -1)) * count, (p.sum(0) * log_p.sum(0)).sum(-1)
+    return (own - crossed).mean() / (count * (count - 1))
 
 
 def adaptive_weights(targets: Tensor, own: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:

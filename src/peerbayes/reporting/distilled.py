@@ -1,0 +1,182 @@
+"""Figures of distillation, and the numbers behind them, ready for JSON."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from peerbayes.data import Dataset, to_unit
+from peerbayes.errors import InputError
+from peerbayes.evaluation import barrier, loss_between
+from peerbayes.learning import Run, load_data
+from peerbayes.learning.recipe import Kind, Perturb
+from peerbayes.learning.run import pick_device
+from peerbayes.learning.sources import Job, build_teachers
+from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
+from peerbayes.noise import Address, permutation
+from peerbayes.posteriors import Posterior, RankOne
+from peerbayes.reporting.figures import COLOURS
+from peerbayes.reporting.records import find_runs
+from peerbayes.terms.distillation import mean_pairwise_kl
+
+Record = dict[str, Any]
+POINTS = tuple(place / 10 for place in range(11))
+IMAGES = 1000  # of a split, that the loss between networks and the perturbations are measured on
+PAIRS = 6  # of networks, at most
+KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald")
+
+
+def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """Loss on the test split along the line between two networks of a run: a student's members, or its peers."""
+    where, series = pick_device(device), []
+    for run in _runs(folders):
+        posterior, ends = _ends(run, where)
+        loaded = load_data(run.recipe, root, run.vocabulary)
+        data = _some(loaded, "test", where)
+        pairs = list(itertools.islice(itertools.combinations(ends, 2), PAIRS))
+        losses = torch.stack([loss_between(posterior, a, b, data, POINTS) for a, b in pairs])
+        heights = [barrier(loss, POINTS) for loss in losses]
+        band = {"mean": losses.mean(0).tolist(), "low": losses.amin(0).tolist(), "high": losses.amax(0).tolist()}
+        about = {"label": _label(run), "folder": str(run.folder), "pairs": len(pairs), "images": len(data[1])}
+        series.append({**about, "loss": band, "barrier": {"mean": statistics.mean(heights), "highest": max(heights)}})
+    return {"split": "test", "points": list(POINTS), "series": series}
+
+
+def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, Tensor]]]:
+    """Return the networks of a run that have one form, as tensors by name, and a posterior over that form."""
+    peers = {name: run[name].to(device) for name in run}
+    first = next(iter(peers.values()))
+    if len(peers) == 1 and isinstance(first, RankOne) and first.members > 1:
+        return first, [first.member(number) for number in range(first.members)]
+    if len(peers) < 2 or any(peer.layout.shapes != first.layout.shapes for peer in peers.values()):
+        raise InputError(f"{run.folder}: expected a rank-one student, or several peers of one network")
+    return first, [dict(peer.centre()) | dict(peer.network.named_buffers()) for peer in peers.values()]
+
+
+def diversity(folders: Iterable[str | Path]) -> Record:
+    """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt."""
+    series = []
+    for run in _runs(folders):
+        found: dict[str, list[float]] = {}
+        for epoch in run.metrics:
+            for peer in epoch["peers"].values():
+                for key in ("teachers_apart", "members_apart"):
+                    if f"distil.{key}" in peer["notes"]:
+                        found.setdefault(key, []).append(peer["notes"][f"distil.{key}"])
+        if not found:
+            raise InputError(f"{run.folder}: was not distilled from several teachers, so nobody was apart")
+        series.append({"label": _label(run), "folder": str(run.folder), **found})
+    return {"series": series}
+
+
+def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """How far apart teachers and members are for training images as they are, and after each kind of step."""
+    where, series = pick_device(device), []
+    for run in _runs(folders):
+        loaded = load_data(run.recipe, root, run.vocabulary)
+        teachers = build_teachers(Job(run.recipe, run.folder, run.seed), loaded, where)
+        if teachers is None or len(teachers) < 2:
+            raise InputError(f"{run.folder}: expected a student of two teachers or more")
+        name = next(iter(run))
+        student = run[name].to(where)
+        images = to_unit(_some(loaded, "train", where)[0])
+        kinds = [kind for kind in KINDS if kind != "tdiv_sdiv" or student.members == len(teachers)]
+        found = {"as they are": _apart(images, teachers, student)}
+        for kind in kinds:
+            perturb = Perturbation(Perturb(kind=kind), teachers, {name: student}, run.seed)
+            tensors = teachers.tensors(0)
+            # A batch has one pair: many small ones, for a mean over pairs.
+            moved = [perturb(part, place, 0, tensors, run_plain, None) for place, part in enumerate(images.split(50))]
+            found[kind] = _apart(torch.cat(moved), teachers, student)
+        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
+    return {"split": "training", "series": series}
+
+
+@torch.no_grad()
+def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
+    logits = torch.stack(teachers.logits(run_plain, images, teachers.tensors(0), None))
+    found = {"teachers": float(mean_pairwise_kl(logits.log_softmax(-1)))}
+    if isinstance(student, RankOne) and student.members > 1:
+        student.eval()
+        own = torch.stack([student(images, student.member(number)) for number in range(student.members)])
+        found["members"] = float(mean_pairwise_kl(own.log_softmax(-1)))
+    return found
+
+
+def _runs(folders: Iterable[str | Path]) -> list[Run]:
+    return [Run(path) for folder in folders for path in find_runs(folder)]
+
+
+def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    chosen = getattr(loaded, split)
+    order = permutation(Address(0, "data", "distilled"), len(chosen), "cpu")[:IMAGES]
+    images, labels = chosen.batch(order, device)
+    return images, labels
+
+
+def _label(run: Run) -> str:
+    return f"{run.recipe.method}, seed {run.seed}"
+
+
+# ---- drawn ----------------------------------------------------------------------------------------------------------
+
+
+def _axes(columns: int = 1) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(5.2 * columns, 3.8), dpi=120, layout="constrained")
+    places = [figure.add_subplot(1, columns, number + 1) for number in range(columns)]
+    for axes in places:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    return figure, places
+
+
+def draw_line(found: Record) -> Figure:
+    """Loss between networks; a line a run, with the height of the barrier."""
+    figure, (axes,) = _axes()
+    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
+        label = f"{one['label']}: barrier {one['barrier']['mean']:.3g}"
+        axes.plot(found["points"], one["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
+        low, high = one["loss"]["low"], one["loss"]["high"]
+        axes.fill_between(found["points"], low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel("from one network to another")
+    axes.set_ylabel("test loss (nats per image)")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_diversity(found: Record) -> Figure:
+    """Teachers (dashed) and members (solid) apart over the epochs; a colour a run."""
+    figure, (axes,) = _axes()
+    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
+        for key, style, who in (("teachers_apart", "--", "teachers"), ("members_apart", "-", "members")):
+            if key in one:
+                axes.plot(range(1, len(one[key]) + 1), one[key], style, color=colour, label=f"{one['label']}, {who}")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("KL between two (nats per image)")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def draw_perturbations(found: Record) -> Figure:
+    """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
+    figure, places = _axes(2)
+    for axes, who in zip(places, ("teachers", "members"), strict=True):
+        shown: Sequence[Record] = [one for one in found["series"] if who in one["kinds"]["as they are"]]
+        for number, one in enumerate(shown):
+            kinds = {kind: values[who] for kind, values in one["kinds"].items()}
+            where = [place + number / (len(shown) + 1) for place in range(len(kinds))]
+            axes.bar(where, list(kinds.values()), 1 / (len(shown) + 1), color=COLOURS[number % 7], label=one["label"])
+            axes.set_xticks(range(len(kinds)), [kind.replace("_", "−") for kind in kinds], rotation=30)
+        axes.set_title(who)
+        axes.set_ylabel("KL between two (nats per image)")
+        if shown:
+            axes.legend(frameon=False, fontsize=7)
+    return figure

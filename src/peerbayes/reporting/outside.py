@@ -1,0 +1,105 @@
+"""How peers do where they were not trained: on other data sets, and on corrupted images."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes import evaluation
+from peerbayes.data import ArraySplit, Dataset, Split, corrupt, load_corrupted, load_images, load_texts
+from peerbayes.data.corruptions import COMMON, SEVERITIES
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+from peerbayes.posteriors import Posterior
+
+Record = dict[str, Any]
+Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
+MADE = "made"  # corruptions made here, not read from a folder
+BINS = 30  # of entropy histograms
+
+
+def judge_outside(
+    predict: Callable[[Split], Tensor], log_p: Tensor, other: str, loaded: Dataset, root: str | Path | None
+) -> Record:
+    """Return how well entropy tells another data set from the test split, with histograms of the entropies."""
+    outside = predict(_other(other, loaded, root))
+    inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
+    most = math.log(log_p.shape[1])
+    edges = torch.linspace(0, most, BINS + 1)
+    counts = [torch.histc(x.float().clamp(0, most), BINS, 0, most).int().tolist() for x in (inner, outer)]
+    return {
+        "auroc": evaluation.auroc(inner, outer),
+        "aupr": evaluation.aupr(inner, outer),
+        "fpr85": evaluation.fpr_at_tpr(inner, outer, tpr=0.85),
+        "entropy": {"edges": edges.tolist(), "inside": counts[0], "outside": counts[1]},
+    }
+
+
+def _other(other: str, loaded: Dataset, root: str | Path | None) -> Split:
+    if loaded.vocabulary is not None:
+        return load_texts(other, loaded.vocabulary, root=root)
+    split = load_images(other, root=root, size=loaded.shape[1])
+    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+    if images.shape[1] != loaded.shape[0]:
+        raise InputError(
+            f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
+        )
+    return split
+
+
+def judge_corrupted(
+    predict: Predict, peers: Mapping[str, Posterior], loaded: Dataset, source: str, bins: int
+) -> dict[str | None, Record]:
+    """Return accuracy, NLL and ECE on corrupted test images, by peer; those of all peers as one under None.
+
+    Args:
+        predict: makes log-probabilities.
+        peers: posteriors by name, on one device.
+        loaded: the data set.
+        source: ``"made"``, or a folder of the official arrays (CIFAR-10-C, CIFAR-100-C).
+        bins: of the ECE.
+    """
+    found: dict[str | None, dict[str, list[Record]]] = {}
+    device = next(iter(peers.values())).device
+    for name, split in _corrupted(loaded, source, device):
+        assert split.labels is not None
+        log_p: dict[str | None, Tensor] = {peer: predict(peers[peer], peer, split) for peer in peers}
+        if len(peers) > 1:
+            log_p[None] = torch.stack(list(log_p.values())).logsumexp(0) - math.log(len(peers))
+        for peer, values in log_p.items():
+            found.setdefault(peer, {}).setdefault(name, []).append(_figures(values, split.labels, bins))
+    return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
+
+
+def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[tuple[str, Split]]:
+    for name in COMMON:
+        for severity in range(1, SEVERITIES + 1):
+            if source != MADE:
+                yield name, load_corrupted(source, name, severity)
+                continue
+            images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
+            make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
+            parts = images.split(2500)
+            made = [make(part, first=2500 * place) for place, part in enumerate(parts)]
+            yield name, ArraySplit(torch.cat(made), labels.cpu())
+
+
+def _figures(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    return {
+        "accuracy": evaluation.accuracy(log_p.exp(), labels),
+        "nll": evaluation.nll_from_log(log_p, labels),
+        "ece": evaluation.ece(log_p.exp(), labels, bins),
+    }
+
+
+def _averaged(by_type: Mapping[str, list[Record]], source: str) -> Record:
+    every = [figures for severities in by_type.values() for figures in severities]
+    means = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
+    types = {name: {key: [one[key] for one in severities] for key in means} for name, severities in by_type.items()}
+    return {**means, "source": source, "by_type": types}
