@@ -87,6 +87,8 @@ def test_a_quick_run_measures_everything_that_a_cpu_can(tmp_path, capsys, monkey
 def test_derived_figures_are_quotients_of_their_parts():
     medians = {"packed3_epoch_s": 3.9, "single_step_ms": 2.0, "predict_50x10k_s": 0.5, "pair_epoch_s": 1.0}
     medians |= dict(zip((*bench.THEIRS, *bench.RATIOS["bayesian_over_deterministic"]), (24.0, 30.0, 1.5, 1.2)))
+    medians |= {f"distillation.{name}_step_ms": ms for name, ms in (("kd", 2.0), ("latentbe", 3.0))}
+    medians |= {"distillation.latentbe_tdiv_sdiv_step_ms": 5.0}
     measured = {key: {"median": value} for key, value in medians.items()}
     measured["pair_epoch_s"]["peak_memory_gib"] = 0.75
     found = bench.figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
@@ -97,6 +99,7 @@ def test_derived_figures_are_quotients_of_their_parts():
     assert figures["speedup_packed"] == pytest.approx(24 / (10 / 6))
     assert figures["bayesian_over_deterministic"] == pytest.approx(1.25)
     assert figures["predict_rate"] == 1e6
+    assert (figures["latentbe_over_kd"], figures["tdiv_sdiv_over_kd"]) == (1.5, 2.5)
     assert figures["peak_memory_gib"]["captured"] == 0.75
     assert found["notes"]["peak_memory_gib.eager"] == "needs eager_pair_epoch_s"
 

@@ -30,7 +30,8 @@ from peerbayes.learning import Learner, Recipe, Reporter, environment, load_reci
 from peerbayes.learning.engine import Name
 from peerbayes.learning.run import network_inputs, pick_device, read_json
 from peerbayes.learning.sources import build_peer
-from peerbayes.posteriors import prediction, storage
+from peerbayes.learning.teachers import Teachers
+from peerbayes.posteriors import RankOne, prediction, storage
 
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side
 NEEDS_GPU = "needs a CUDA device"
@@ -41,7 +42,11 @@ RATIOS = {
     "bayesian_over_deterministic": ("bayesian_pair_epoch_s", "deterministic_pair_epoch_s"),
     "speedup_single": ("bayesian_torch_step_ms", "single_step_ms"),
     "speedup_packed": ("bayesian_torch_step_ms", "packed_network_step_ms"),
+    "latentbe_over_kd": ("distillation.latentbe_step_ms", "distillation.kd_step_ms"),
+    "tdiv_sdiv_over_kd": ("distillation.latentbe_tdiv_sdiv_step_ms", "distillation.kd_step_ms"),
 }
+STUDENTS = ("kd", "latentbe", "latentbe-tdiv-sdiv")  # recipes of distillation, cheapest first
+MEMBERS = ("average", "members", "tiled")  # how a rank-one student predicts: one network, each member, all at once
 SOURCES = {  # what a figure that is not timed itself is made of
     "bayesian_torch_step_ms": tuple(THEIRS),
     "packed_network_step_ms": ("packed3_epoch_s",),
@@ -72,10 +77,11 @@ class Plan:
     small: tuple[int, ...] = (1, 8, 32, 128, 512)
     networks: tuple[str, ...] = ("resnet20", "resnet32", "resnet56")  # the first one wherever nothing grows
     peers: tuple[int, ...] = (2, 4, 8)
+    student: str = "wrn28x1"  # of four teachers like it
 
 
 CPU = Plan("eager", "float32", 4096, 32, 1, 3, 3, 3, 3, 256, 10, (1, 2, 4, 8, 16), (1, 8, 32))
-QUICK = Plan("eager", "float32", 64, 4, 1, 1, 1, 1, 2, 4, 2, (1, 2), (1, 2), ("resnet8",), (2,))
+QUICK = Plan("eager", "float32", 64, 4, 1, 1, 1, 1, 2, 4, 2, (1, 2), (1, 2), ("resnet8",), (2,), "resnet8")
 
 
 class _Strict(Reporter):
@@ -88,9 +94,12 @@ class _Strict(Reporter):
 class Cohorts:
     """Cohorts of a recipe, warmed up, that step in turn; ``setup_s`` goes from building them to their first step."""
 
-    def __init__(self, bench: Bench, recipe: Recipe, engine: Name, count: int = 1) -> None:
+    def __init__(
+        self, bench: Bench, recipe: Recipe, engine: Name, count: int = 1, teachers: Teachers | None = None
+    ) -> None:
         began = time.perf_counter()
         how: dict[str, Any] = {"reporter": _Strict(), "engine": engine, "autocast": bench.autocast}
+        how["teachers"] = teachers
         self.learners = []
         for seed in range(count):
             peers = {p.name: build_peer(p, recipe, bench.data, seed, Path(), bench.device) for p in recipe.peers}
@@ -208,6 +217,44 @@ class Bench:
 
         return step
 
+    def distillation(self) -> Measured:
+        """Time steps of one student of four untrained teachers, by recipe, in turn."""
+        place = partial(build_peer, loaded=self.data, seed=0, runs=Path(), device=self.device)
+        cohorts, teachers, count = {}, None, self.plan.some
+        for name in STUDENTS:
+            table = load_recipe(f"distillation/cifar10-wrn28x1-{name}-de4").model_dump(exclude_none=True)
+            table["data"] |= {"batch_size": self.plan.batch, "classes": 100}
+            table["peers"][0]["network"] = self.plan.student
+            table["evaluation"]["keep"] = "last"
+            recipe = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+            if teachers is None:
+                like = [recipe.peers[0].model_copy(update={"name": f"teacher{number}"}) for number in range(4)]
+                teachers = Teachers([place(peer, recipe) for peer in like])
+            cohorts[f"distillation.{name.replace('-', '_')}_step_ms"] = Cohorts(
+                self, recipe, self.plan.engine, teachers=teachers
+            )
+        timed = self.times(1e3 / count, {key: partial(found.step, count) for key, found in cohorts.items()})
+        return {key: one | {"setup_s": cohorts[key].setup_s, "steps": count} for key, one in timed.items()}
+
+    def members(self) -> Measured:
+        """Time predictions of a rank-one student: of its average, of its members in turn, and of all in one pass."""
+        images = self.data.train.batch(torch.arange(self.plan.predicted), self.device)[0]
+        network, half = networks.build(self.plan.student, network_inputs(self.data)), torch.float16
+
+        def tiled(student: RankOne) -> None:
+            with torch.no_grad(), torch.autocast(self.device.type, half, enabled=self.on_gpu):
+                for part in images.split(max(1, 2500 // student.members)):
+                    student.forward_members(part)
+
+        ways: dict[str, Callable[[], Any]] = {}
+        for way in MEMBERS:
+            student = RankOne(network, 4, predicts="average" if way == "average" else "members").to(self.device).eval()
+            call = partial(tiled, student) if way == "tiled" else partial(student.predict, images, 4)
+            ways[f"distillation.predict_{way}_s"] = call
+        setup = {key: self.seconds(call) for key, call in ways.items()}
+        timed = self.times(PREDICTED / self.plan.predicted, ways)
+        return {key: one | {"setup_s": setup[key], "images": len(images)} for key, one in timed.items()}
+
     def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
         """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""
         images = self.data.train.batch(torch.arange(count), self.device)[0]
@@ -255,6 +302,10 @@ def measurements(bench: Bench) -> list[Measurement]:
     predictions("predict_float32_50x10k_s", *whole, precision="float32")
     epochs("eager_pair_epoch_s", "ours", plan.few, "eager")
     epochs("compiled_pair_epoch_s", "ours", plan.few, "compiled")
+    found.append(
+        (tuple(f"distillation.{name.replace('-', '_')}_step_ms" for name in STUDENTS), False, bench.distillation)
+    )
+    found.append((tuple(f"distillation.predict_{way}_s" for way in MEMBERS), False, bench.members))
     for network in plan.networks:
         epochs(f"growth.network.{network}", "ours", plan.some, network=network)
     for peers in plan.peers:

@@ -15,7 +15,7 @@ from peerbayes import __version__
 from peerbayes.errors import InputError
 
 if TYPE_CHECKING:
-    from peerbayes.learning import Reporter, Run
+    from peerbayes.learning import Loaded, Reporter, Run
     from peerbayes.reporting import Record
 
 app = typer.Typer(
@@ -211,7 +211,8 @@ def _train_and_show(jobs: list[Any], many: bool, as_json: bool, quiet: bool, res
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
     if finished:
-        _show([_judge(done, how["device"], how["root"]) for done in finished], as_json, many=many)
+        loaded = learning.Loaded(how["root"])
+        _show([_judge(done, how["device"], loaded) for done in finished], as_json, many=many)
     for error in failed.values():
         print(f"peerbayes: {error}", file=sys.stderr)
     if failed:
@@ -449,11 +450,12 @@ def _bench_lines(figures: dict[str, Any], record: Record, above: str = "") -> It
         yield f"{key:<34} {f'{numbers} {unit}' if values else '-':<24} {rest}".rstrip()
 
 
-def _judge(run: Run, device: str, root: Path | None) -> Record:
+def _judge(run: Run, device: str, loaded: Loaded) -> Record:
     from peerbayes import reporting
     from peerbayes.posteriors.storage import write_bytes
 
-    record = reporting.evaluate(run, device=device, root=root)
+    data = loaded(run.recipe, run.folder / "vocabulary.json")
+    record = reporting.evaluate(run, data=data, device=device, root=loaded.root)
     reporting.write_record(run.folder / "evaluation.json", record)
     page = reporting.report_page(
         [record], run.recipe.title, {"The terms over the epochs, averaged over peers.": run.metrics}

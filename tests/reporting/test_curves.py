@@ -279,7 +279,11 @@ def verb(capsys, *arguments):
     ("arguments", "words"),
     [
         (["curve", "runs"], "there is no figure 'curve'; did you mean 'curves'?"),
-        (["xyz"], "there is no figure 'xyz'; known: best-alpha, curves, divergence, flatness, gap, grid, spread"),
+        (
+            ["xyz"],
+            "there is no figure 'xyz'; known: best-alpha, curves, divergence, diversity, flatness, gap, grid, line, "
+            "perturbations, spread",
+        ),
         (["divergence", "--out", "a.jpg"], "a.jpg: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "--out", "png"], "png: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "runs"], "figure divergence: takes no runs"),

@@ -2,7 +2,7 @@
 
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
-from peerbayes.learning.jobs import How, fit, train, train_jobs
+from peerbayes.learning.jobs import How, Loaded, fit, train, train_jobs
 from peerbayes.learning.loop import Learner, TrainingError
 from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
@@ -15,6 +15,7 @@ __all__ = [
     "How",
     "Job",
     "Learner",
+    "Loaded",
     "PeerbayesWarning",
     "Recipe",
     "Reporter",

@@ -273,7 +273,8 @@ class Cohort:
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         if self.perturb is not None:
-            images = self.perturb(images, number, first, tensors, self.parts.run_plain, self.autocast)
+            lanes = self._own_stream, self._forked
+            images = self.perturb(images, number, first, tensors, self.parts.run_plain, self.autocast, *lanes)
         if self.teachers is None:
             return images, None
         with torch.no_grad():

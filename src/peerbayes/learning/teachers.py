@@ -58,6 +58,7 @@ def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dt
 
 
 Pass = Callable[[Plain, Tensor, Tensors, torch.dtype | None], Tensor]
+Lane = Callable[[str], AbstractContextManager[Any]]  # of a pass, by name: it may run beside those in other lanes
 
 
 class Teachers:
@@ -100,7 +101,7 @@ class Teachers:
         images: Tensor,
         tensors: Sequence[Tensors],
         autocast: torch.dtype | None,
-        lane: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        lane: Lane = contextlib.nullcontext,
     ) -> list[Tensor]:
         """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others."""
         found = []
@@ -167,8 +168,21 @@ class Perturbation:
         tensors: Sequence[Tensors],
         run: Pass,
         autocast: torch.dtype | None,
+        lane: Lane = contextlib.nullcontext,
+        forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Tensor:
-        """Return the images of step ``number`` moved; ``first`` is the number of the first of them."""
+        """Return the images of step ``number`` moved.
+
+        Args:
+            images: (B, C, H, W) in [0, 1].
+            number: the step's.
+            first: number of the first of the images.
+            tensors: of the teachers, at this step.
+            run: `run_plain`, or what a compiler has made of it.
+            autocast: the type that networks compute in.
+            lane: see `Teachers.logits`.
+            forked: a context at whose end all lanes have been run.
+        """
         if not images.is_floating_point() or images.dim() != 4:
             raise InputError(f"perturb '{self.kind}' is for images: leave it out for texts")
         address = Address(self.seed, "data", "perturb", number)
@@ -180,50 +194,50 @@ class Perturbation:
         with torch.enable_grad():
             if self.kind in ("ods", "conf_ods"):
                 one = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
-                logits = teachers.pick(run, moved, tensors, one, autocast)
-                p = (logits / self.temperature).softmax(-1)
+                p = (teachers.pick(run, moved, tensors, one, autocast) / self.temperature).softmax(-1)
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
                 scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
             elif self.kind == "bald":
-                log_p = torch.stack(teachers.logits(run, moved, tensors, autocast)).log_softmax(-1)
-                value = torch.special.entr(log_p.exp().mean(0)).sum() - torch.special.entr(log_p.exp()).mean(0).sum()
+                with forked():
+                    logits = teachers.logits(run, moved, tensors, autocast, lane)
+                p = torch.stack(logits).softmax(-1)
+                value = torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).mean(0).sum()
             else:
-                chosen = pair(address, len(teachers), images.device)
-                value = self._teachers_apart(chosen, images, moved, tensors, run, autocast)
-                if self.student is not None:
-                    value = value - self._students_apart(chosen, images, moved, run, autocast)
+                passes = self._pair(pair(address, len(teachers), images.device), tensors, run, autocast)
+                with forked():
+                    found = [_target_and_logits(one, images, moved, lane, 2 * n) for n, one in enumerate(passes)]
+                apart = [_cross_entropy(target, logits) for target, logits in found]
+                value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
         return step_along(images, gradient, scale)
 
-    def _teachers_apart(
-        self,
-        chosen: Tensor,
-        images: Tensor,
-        moved: Tensor,
-        tensors: Sequence[Tensors],
-        run: Pass,
-        autocast: torch.dtype | None,
-    ) -> Tensor:
-        assert self.teachers is not None
-        with torch.no_grad():
-            target = self.teachers.pick(run, images, tensors, chosen[:1], autocast)
-        return _cross_entropy(target, self.teachers.pick(run, moved, tensors, chosen[1:], autocast))
+    def _pair(
+        self, chosen: Tensor, tensors: Sequence[Tensors], run: Pass, autocast: torch.dtype | None
+    ) -> list[Callable[[Tensor, int], Tensor]]:
+        """Return functions of images and 0 or 1: the logits of two teachers and, if asked for, of two members."""
+        teachers, found = self.teachers, []
+        assert teachers is not None
+        found.append(lambda x, which: teachers.pick(run, x, tensors, chosen[which : which + 1], autocast))
+        if self.student is not None:
+            student, plain = self.student
+            buffers = _buffers(student)
 
-    def _students_apart(
-        self, chosen: Tensor, images: Tensor, moved: Tensor, run: Pass, autocast: torch.dtype | None
-    ) -> Tensor:
-        assert self.student is not None
-        student, plain = self.student
-        buffers = _buffers(student)
+            def member(x: Tensor, which: int) -> Tensor:
+                with torch.no_grad():
+                    own = Tensors(student.member(chosen[which]).flat.detach(), student.rest.detach(), buffers)
+                return run(plain, x, own, autocast)
 
-        def logits(inputs: Tensor, number: Tensor) -> Tensor:
-            with torch.no_grad():
-                flat, rest = student.member(number).flat.detach(), student.rest.detach()
-            return run(plain, inputs, Tensors(flat, rest, buffers), autocast)
+            found.append(member)
+        return found
 
-        with torch.no_grad():
-            target = logits(images, chosen[0])
-        return _cross_entropy(target, logits(moved, chosen[1]))
+
+def _target_and_logits(
+    logits: Callable[[Tensor, int], Tensor], images: Tensor, moved: Tensor, lane: Lane, first: int
+) -> tuple[Tensor, Tensor]:
+    with lane(f"teacher {first}"), torch.no_grad():
+        target = logits(images, 0)
+    with lane(f"teacher {first + 1}"):
+        return target, logits(moved, 1)
 
 
 def _cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
