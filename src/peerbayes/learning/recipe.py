@@ -71,6 +71,7 @@ class MeanField(Strict):
 
     kind: Literal["mean_field"]
     rho: float = -3.0
+    gain: PositiveFloat | None = None
     prior_std: PositiveFloat = 1.0
     prior: Literal["normal", "anchored"] = "normal"
     noise: Literal["gaussian", "radial"] = "gaussian"
@@ -91,18 +92,57 @@ class RankOne(Strict):
     predicts: Literal["average", "members"] = "members"
 
 
+class Merge(Strict):
+    """Which components become one; see `peerbayes.sharing.merge`. A ``distance`` of 0 merges nothing."""
+
+    distance: Annotated[float, Field(ge=0)] = 1.5e-7
+    gradient_gate: PositiveFloat = 0.15
+    lr: PositiveFloat = 1e-5
+    spread_gate: PositiveFloat = 1e-3
+    neighbours: PositiveInt = 2
+    rule: Literal["moment", "barycenter", "average", "eq6"] = "moment"
+
+
+class Shared(Strict):
+    """A codebook made of a mean-field posterior, which the peer has to start from; see `peerbayes.sharing.share`.
+
+    Attributes:
+        components: at first; 0 is one for 50 inliers, at most 6000.
+        threshold: weights of a mean beyond it are outliers.
+        top: share of weights with the largest gradients, which are outliers.
+        smallest: weights of components with fewer are outliers.
+        outliers: whether there are any.
+        blend: whether weights far from their component mix two.
+    """
+
+    kind: Literal["shared"]
+    components: Annotated[int, Field(ge=0)] = 0
+    threshold: PositiveFloat = 0.2
+    top: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    smallest: Annotated[int, Field(ge=0)] = 20
+    outliers: bool = True
+    blend: bool = True
+    em_steps: Annotated[int, Field(ge=0)] = 0
+    merge: Merge = Merge()
+    sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
+    prior: Literal["anchored", "normal"] = "anchored"
+    prior_std: PositiveFloat = 0.1
+
+
 class Peer(Strict):
     """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
-    posterior: Annotated[Point | MeanField | RankOne, Field(discriminator="kind")]
+    posterior: Annotated[Point | MeanField | RankOne | Shared, Field(discriminator="kind")]
     start_from: str | None = None
 
     @model_validator(mode="after")
     def _anchor_is_given(self) -> Peer:
         if isinstance(self.posterior, MeanField) and self.posterior.prior == "anchored" and self.start_from is None:
             raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
+        if isinstance(self.posterior, Shared) and self.start_from is None:
+            raise ValueError(f"peer '{self.name}' shares weights but has no start_from: a mean-field posterior")
         return self
 
 
@@ -140,6 +180,7 @@ class Optimizer(Strict):
 
     Attributes:
         clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
+        scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
     """
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
@@ -148,6 +189,7 @@ class Optimizer(Strict):
     nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(ge=0)] = 0.0
+    scale_lr: PositiveFloat | None = None
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Optimizer:
@@ -164,6 +206,7 @@ class Stage(Strict):
         lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
         warmup: epochs of linear warm-up.
         perturb: steps of the images before anybody sees them.
+        freeze_rest: leave alone what is not Bayesian: batch-norm's scales and shifts, say. Its statistics still move.
         terms: options by term name; the loss is their sum.
     """
 
@@ -174,6 +217,7 @@ class Stage(Strict):
     lr_factor: PositiveFloat = 0.1
     warmup: Annotated[float, Field(ge=0)] = 0.0
     perturb: Perturb | None = None
+    freeze_rest: bool = False
     terms: dict[str, dict[str, Any]]
 
     @field_validator("terms")

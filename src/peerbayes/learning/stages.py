@@ -30,15 +30,9 @@ def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> flo
 
 
 def make_optimizer(
-    options: settings.Optimizer,
-    parameters: Iterable[nn.Parameter],
-    lr: float | Tensor,
-    undecayed: Iterable[nn.Parameter] = (),
+    options: settings.Optimizer, groups: list[dict[str, Any]], lr: float | Tensor
 ) -> torch.optim.Optimizer:
-    """Build an optimiser of torch.optim; on a GPU ``lr`` is a tensor there, so that a captured step sees it change."""
-    groups: list[dict[str, Any]] = [{"params": list(parameters)}]
-    if alone := list(undecayed):
-        groups.append({"params": alone, "weight_decay": 0.0})
+    """Build an optimiser of torch.optim; on a GPU rates are tensors there, so that a captured step sees them change."""
     on_gpu = isinstance(lr, Tensor)
     if options.name == "sgd":
         return torch.optim.SGD(
@@ -74,24 +68,39 @@ class StageState:
         self.terms = [(terms.find(name), options) for name, options in stage.terms.items()]
         self.modules: dict[tuple[str, str], nn.Module] = {}
         self.parameters: dict[str, dict[str, nn.Parameter]] = {
-            name: {n: p for n, p in posterior.named_parameters() if p.requires_grad and p.numel()}
+            name: {
+                n: p
+                for n, p in posterior.named_parameters()
+                if p.requires_grad and p.numel() and not (stage.freeze_rest and n == "rest")
+            }
             for name, posterior in peers.items()
         }
         for term, options in self.terms:
             self._build(term, options, peers, shapes, address)
         device = next(iter(peers.values())).device
         self.lr = stage.optimizer.lr
-        self._lr = torch.tensor(self.lr, device=device) if device.type == "cuda" else self.lr
+        self._ratio = (stage.optimizer.scale_lr or self.lr) / self.lr
+        # All optimisers hold these: of everything, and of scales.
+        self._rates = [torch.tensor(self.lr * factor, device=device) for factor in (1.0, self._ratio)]
+        self._on_gpu = device.type == "cuda"
         self.optimizers = {
-            owner: self._optimizer(parameters, peers[owner].undecayed if owner in peers else set())
+            owner: self._optimizer(parameters, peers.get(owner))
             for owner, parameters in self.parameters.items()
             if parameters
         }
 
-    def _optimizer(self, parameters: Mapping[str, nn.Parameter], undecayed: set[str]) -> torch.optim.Optimizer:
-        decayed = [parameter for name, parameter in parameters.items() if name not in undecayed]
-        alone = [parameter for name, parameter in parameters.items() if name in undecayed]
-        return make_optimizer(self.settings.optimizer, decayed, self._lr, alone)
+    def _optimizer(self, parameters: Mapping[str, nn.Parameter], peer: Posterior | None) -> torch.optim.Optimizer:
+        """Build an owner's optimiser: parameters in groups by whether they decay, and whether they are scales."""
+        undecayed, scales = (peer.undecayed, peer.scales) if peer is not None else (set[str](), set[str]())
+        scales = scales if self.settings.optimizer.scale_lr is not None else set()
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            groups.setdefault((name in undecayed, name in scales), []).append(parameter)
+        found: list[dict[str, Any]] = []
+        for (alone, scale), members in groups.items():
+            rate = self._rates[scale] if self._on_gpu else self.lr * (self._ratio if scale else 1.0)
+            found.append({"params": members, "lr": rate, "scale": scale} | ({"weight_decay": 0.0} if alone else {}))
+        return make_optimizer(self.settings.optimizer, found, found[0]["lr"])
 
     def _build(
         self,
@@ -124,12 +133,13 @@ class StageState:
         if value == self.lr:
             return
         self.lr = value
-        if isinstance(self._lr, Tensor):
-            self._lr.fill_(value)  # all optimisers hold this one
+        for rate, factor in zip(self._rates, (1.0, self._ratio), strict=True):
+            rate.fill_(value * factor)
+        if self._on_gpu:
             return
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = value
+                group["lr"] = value * (self._ratio if group["scale"] else 1.0)
 
     def update(self, owners: Iterable[str]) -> None:
         """Let the owners' optimisers step, and clear their gradients."""

@@ -5,14 +5,17 @@ from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
 from peerbayes.posteriors.rank_one import RankOne, recalibrate
+from peerbayes.posteriors.shared import Codebook, Shared
 
 __all__ = [
+    "Codebook",
     "MeanField",
     "Point",
     "Posterior",
     "Predicate",
     "Prediction",
     "RankOne",
+    "Shared",
     "Weights",
     "conv_and_linear",
     "predict",

@@ -90,9 +90,13 @@ class Posterior(nn.Module):
             source = _under_first_names(source, first_names)
             chosen, others = self._adopt(source, origin, chosen, others)
         device = next(iter((chosen | others).values())).device
-        self.mean = nn.Parameter(self.layout.flatten(chosen).to(device))
-        self.rest = nn.Parameter(self.rest_layout.flatten(others).to(device))
+        self._hold(self.layout.flatten(chosen).to(device), self.rest_layout.flatten(others).to(device))
         self.register_buffer("_inverse_sizes", self.layout.inverse_sizes().to(device), persistent=False)
+
+    def _hold(self, mean: Tensor, rest: Tensor) -> None:
+        """Keep the flat weights (size,), and all other parameters (rest size,)."""
+        self.mean = nn.Parameter(mean)
+        self.rest = nn.Parameter(rest)
 
     # ---- verbs that each posterior defines ------------------------------------------------------------------------
 
@@ -138,6 +142,11 @@ class Posterior(nn.Module):
         with capture(self.network, layers) as found:
             logits = self.run_network(inputs, self.named(flat))
         return logits, [found[layer] for layer in layers]
+
+    @property
+    def scales(self) -> set[str]:
+        """Names of the parameters that are scales, which may learn at a rate of their own."""
+        return set()
 
     @property
     def undecayed(self) -> set[str]:
@@ -325,7 +334,7 @@ def _release_recurrent_weights(network: nn.Module) -> None:
 
 def _state_of(source: Source) -> dict[str, Tensor]:
     if isinstance(source, Posterior):
-        return storage.plain_names(source.state())
+        return dict(source.materialise().state_dict())
     if isinstance(source, nn.Module):
         return dict(source.state_dict())
     if isinstance(source, str | Path):

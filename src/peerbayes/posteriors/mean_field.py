@@ -24,6 +24,7 @@ class MeanField(Posterior):
     Args:
         network: any module; its current weights become the means.
         rho: centre of the initial ρ ~ N(rho, 0.1²); −3 is σ ≈ 0.049.
+        gain: instead of ``rho``: σ = gain · √(6 / (fan-in + fan-out)) for all weights of a layer, 0.001 for biases.
         prior_std: standard deviation s of the prior.
         prior: ``"normal"`` for N(0, s²), ``"anchored"`` for N(μ_0, s²) with μ_0 the means at construction.
         noise: ``"gaussian"`` or ``"radial"``.
@@ -43,6 +44,7 @@ class MeanField(Posterior):
         network: nn.Module,
         *,
         rho: float = -3.0,
+        gain: float | None = None,
         prior_std: float = 1.0,
         prior: Literal["normal", "anchored"] = "normal",
         noise: Literal["gaussian", "radial"] = "gaussian",
@@ -64,10 +66,29 @@ class MeanField(Posterior):
         self.prior_std = prior_std
         self.prior = prior
         self.noise = noise
-        spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
-        self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
+        if gain is None:
+            spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
+            self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
+        elif gain > 0:
+            self.rho = nn.Parameter(self._by_layer(gain).to(self.mean.device))
+        else:
+            raise InputError(f"gain is {gain}, expected a positive number")
         anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros((), device=self.mean.device)
         self.register_buffer("anchor", anchor, persistent=False)
+
+    def _by_layer(self, gain: float) -> Tensor:
+        # In float64: softplus⁻¹(σ) = log(eᵠ − 1) with φ = σ.
+        scales = {}
+        for name, shape in self.layout.shapes.items():
+            field = math.prod(shape[2:])
+            fans = (shape[0] + shape[1]) * field if len(shape) > 1 else 0
+            scales[name] = torch.full(shape, gain * math.sqrt(6 / fans) if fans else 1e-3, dtype=torch.float64)
+        return self.layout.flatten(scales).expm1().log().float()
+
+    @property
+    def scales(self) -> set[str]:
+        """ρ."""
+        return {"rho"}
 
     @property
     def std(self) -> Tensor:

@@ -226,7 +226,7 @@ def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:
     limit, numbers = TOGETHER.get(posterior.device.type, 0), _numbers(images)
     if numbers > limit:
         return 1
-    bytes_a_draw = 4 * (2 * posterior.mean.numel() + 64 * numbers)  # weights and activations
+    bytes_a_draw = 4 * (2 * posterior.layout.size + 64 * numbers)  # weights and activations
     return min(draws, max(1, MEMORY // bytes_a_draw))
 
 

@@ -1,0 +1,386 @@
+"""Weights that share a codebook: a few Gaussians over (mean, scale), and outliers on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peerbayes.divergences import gaussian_kl
+from peerbayes.errors import InputError
+from peerbayes.noise import Address, normal
+from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights
+from peerbayes.posteriors.layout import Layout
+
+Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
+SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
+BLENDED = 2  # components that a blended weight mixes
+
+
+def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
+    """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
+    return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Where n weights have their distributions from. Every weight is in exactly one of three classes.
+
+    Attributes:
+        component: (K, 2), mean m and scale s of the components.
+        cholesky: (K, 3), a, b, c of the factors [[a, 0], [b, c]] of their covariances.
+        label: (n,), the component of each weight; anything for those of the other two classes.
+        blended: (E,), weights that mix two components.
+        blend_component: (E, 2), which.
+        blend_weight: (E, 2), in which shares; they add up to 1.
+        outlier: (O,), weights with a distribution of their own.
+        outlier_mean: (O,).
+        outlier_std: (O,).
+    """
+
+    component: Tensor
+    cholesky: Tensor
+    label: Tensor
+    blended: Tensor
+    blend_component: Tensor
+    blend_weight: Tensor
+    outlier: Tensor
+    outlier_mean: Tensor
+    outlier_std: Tensor
+
+
+class Shared(Posterior):
+    """Inliers w_i have the distribution of their component k, outliers one of their own, N(μ_i, σ_i²).
+
+    A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
+    ``sampling`` a draw is:
+
+    ``hierarchical``  μ̃ = m + a ε₁, σ̃ = s + b ε₁ + c ε₂, w = μ̃ + σ̃ ε₃, for every weight anew
+    ``moment``        w = m + √v ε with v = s² + a² + b² + c², which has the same mean and variance
+    ``mean``          w = m + s ε
+    ``cluster``       w = m + a ε, one for all weights of a component
+    ``cluster_hier``  as hierarchical, one for all weights of a component
+
+    A blended weight has the parameters Σ_j α_j (m, s, a, b, c)_j of two components; where components are drawn as a
+    whole, it is Σ_j α_j w_j. Means, factors and outliers are trained; which weight belongs to what is not.
+
+    Args:
+        network: any module.
+        codebook: what `peerbayes.sharing` makes; None for one of these sizes that a file is read into.
+        sampling: how weights are drawn.
+        prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
+            N(μ_i, prior_std²) as they were at first; ``"normal"``: N(0, prior_std²).
+        prior_std: see ``prior``.
+        sizes: components, blended weights, outliers; where there is no codebook.
+        weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
+        bayesian: chooses parameters by (name, owning module).
+        start_from: a trained network to take all other tensors from.
+        seed: with ``name``, where its draws in predictions live.
+        name: a name of its own makes peers of one seed differ.
+    """
+
+    kind: ClassVar[str] = "shared"
+    stochastic: ClassVar[bool] = True
+
+    component: nn.Parameter
+    cholesky: nn.Parameter
+    outlier_mean: nn.Parameter
+    outlier_rho: nn.Parameter
+    label: Tensor
+    blended: Tensor
+    blend_component: Tensor
+    blend_weight: Tensor
+    outlier: Tensor
+    anchor_mean: Tensor
+    anchor_std: Tensor
+    _rows: Tensor
+    _count: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        codebook: Codebook | None = None,
+        *,
+        sampling: Sampling = "hierarchical",
+        prior: Literal["anchored", "normal"] = "anchored",
+        prior_std: float = 0.1,
+        sizes: Sequence[int] = (1, 0, 0),
+        weights: Sequence[str] | None = None,
+        bayesian: Predicate = conv_and_linear_weights,
+        start_from: Source | None = None,
+        seed: int = 0,
+        name: str = "peer",
+    ) -> None:
+        chosen = None if weights is None else set(weights)
+        super().__init__(
+            network,
+            bayesian=bayesian if chosen is None else lambda parameter, _module: parameter in chosen,
+            start_from=start_from,
+        )
+        if sampling not in SAMPLINGS:
+            raise InputError(f"sampling is {sampling!r}, expected {', '.join(SAMPLINGS)}")
+        if prior not in ("anchored", "normal"):
+            raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
+        if not prior_std > 0:
+            raise InputError(f"prior_std is {prior_std}, expected a positive number")
+        if not self.layout.size:
+            raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
+        self.seed, self.name = seed, name
+        self.sampling, self.prior, self.prior_std = sampling, prior, prior_std
+        self._take(codebook if codebook is not None else _blank(self.layout, sizes, self.rest.device))
+
+    def _hold(self, mean: Tensor, rest: Tensor) -> None:
+        # The weights are those of the codebook; there are no means beside them.
+        del mean
+        self.rest = nn.Parameter(rest)
+
+    def _take(self, book: Codebook) -> None:
+        """Take a codebook's tensors; also what anchors the prior."""
+        _check(book, self.layout.size)
+        device = self.rest.device
+        floats = {"component": book.component, "cholesky": book.cholesky, "outlier_mean": book.outlier_mean}
+        floats["outlier_rho"] = _inverse_softplus(book.outlier_std)
+        for name, tensor in floats.items():
+            setattr(self, name, nn.Parameter(tensor.detach().to(device, torch.float32).clone()))
+        self.register_buffer("label", book.label.to(device, torch.int32))
+        for name in ("blended", "outlier"):
+            self.register_buffer(name, getattr(book, name).to(device, torch.int64))
+        self.register_buffer("blend_component", book.blend_component.to(device, torch.int32))
+        self.register_buffer("blend_weight", book.blend_weight.to(device, torch.float32))
+        self._index()
+        with torch.no_grad():
+            mean, variance = self._marginals()
+            own = torch.full_like(self.outlier_mean, self.prior_std)
+            std = torch.cat([variance[: len(mean) - len(own)].sqrt(), own])
+            if self.prior == "normal":
+                mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
+        self.register_buffer("anchor_mean", mean.clone())
+        self.register_buffer("anchor_std", std.clone())
+
+    def _index(self) -> None:
+        """Work out which row of `_table` each weight has, and how many weights each row has."""
+        components, blended = len(self.component), len(self.blended)
+        rows = self.label.long()
+        device = rows.device
+        rows = rows.index_copy(0, self.blended, components + torch.arange(blended, device=device))
+        first = components + blended
+        rows = rows.index_copy(0, self.outlier, first + torch.arange(len(self.outlier), device=device))
+        self.register_buffer("_rows", rows, persistent=False)
+        count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
+        self.register_buffer("_count", count, persistent=False)
+
+    # ---- a row for each component, blended weight and outlier -----------------------------------------------------
+
+    def _table(self) -> Tensor:
+        """Return m, s, a, b, c of every row, (R, 5)."""
+        own = torch.cat([self.component, self.cholesky], 1)
+        mixed = (self.blend_weight[:, :, None] * own[self.blend_component.long()]).sum(1)
+        zero = torch.zeros_like(self.outlier_mean)
+        single = torch.stack([self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero], 1)
+        return torch.cat([own, mixed, single])
+
+    def _marginals(self) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of every row, (R,) each: m, and s² + a² + b² + c²."""
+        table = self._table()
+        return table[:, 0], table[:, 1:].square().sum(1)
+
+    @property
+    def mean(self) -> Tensor:  # type: ignore[override]
+        """Mean of every weight, shape (size,)."""
+        return self._of_weights(self._table()[:, :1])[:, 0]
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of every weight, √(s² + a² + b² + c²), shape (size,); |s| with ``mean`` sampling."""
+        table = self._table()
+        parts = table[:, 1:2] if self.sampling == "mean" else table[:, 1:]
+        return self._of_weights(parts.square().sum(1, keepdim=True))[:, 0].sqrt()
+
+    def _of_weights(self, rows: Tensor) -> Tensor:
+        """Return (size, columns) from (R, columns)."""
+        return F.embedding(self._rows, rows)  # whose gradient adds up in a fixed order
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the weights are on."""
+        return self.rest.device
+
+    @property
+    def scales(self) -> set[str]:
+        """The Cholesky factors, and the outliers' ρ; a component's own scale goes with its mean."""
+        return {"cholesky", "outlier_rho"}
+
+    # ---- draws ----------------------------------------------------------------------------------------------------
+
+    @property
+    def noise_size(self) -> int:
+        """Three numbers a weight (hierarchical) or one; of whole components three or one each, and one an outlier."""
+        if self.sampling.startswith("cluster"):
+            return len(self.component) * (3 if self.sampling == "cluster_hier" else 1) + len(self.outlier)
+        return self.layout.size * (3 if self.sampling == "hierarchical" else 1)
+
+    def draw(self, address: Address) -> Weights:
+        """Return the set of weights that lives at an address."""
+        return self.weights(*self.place(normal(address, self.noise_size, self.device)))
+
+    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations."""
+        if noise is None:
+            return self.mean, self.std
+        table = self._table()
+        if self.sampling.startswith("cluster"):
+            return self._of_weights(self._whole(table, noise)[:, None])[:, 0], None
+        if self.sampling == "hierarchical":
+            first, second, third = noise.view(3, -1)
+            m, s, a, b, c = self._of_weights(table).unbind(1)
+            return m + a * first + (s + b * first + c * second) * third, None
+        parts = table[:, 1:2] if self.sampling == "mean" else table[:, 1:]
+        pair = torch.stack([table[:, 0], parts.square().sum(1).sqrt()], 1)
+        m, spread = self._of_weights(pair).unbind(1)
+        return torch.addcmul(m, spread, noise), spread
+
+    def _whole(self, table: Tensor, noise: Tensor) -> Tensor:
+        """Return one draw of every row, (R,), where components are drawn as a whole."""
+        components, blended = len(self.component), len(self.blended)
+        single = noise[len(noise) - len(self.outlier) :]
+        rest = noise[: len(noise) - len(self.outlier)]
+        m, s, a, b, c = table[:components].unbind(1)
+        if self.sampling == "cluster":
+            drawn = m + a * rest
+        else:
+            first, second, third = rest.view(3, -1)
+            drawn = m + a * first + (s + b * first + c * second) * third
+        mixed = (self.blend_weight * drawn[self.blend_component.long()]).sum(1)
+        own = table[components + blended :]
+        return torch.cat([drawn, mixed, own[:, 0] + own[:, 1] * single])
+
+    # ---- KL -------------------------------------------------------------------------------------------------------
+
+    def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
+        """Return KL(N(m, v) ‖ prior) by weight, shape (size,), v the marginal variance."""
+        return self._of_weights(self._kl_by_row()[:, None])[:, 0]
+
+    def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
+        """Return Σ_k n_k KL_k + Σ_outliers KL_i; of whole components each counts once, and blended weights do not.
+
+        ``layer_mean`` is Σ_l mean_{i∈l} KL_i, where every weight counts.
+        """
+        if reduction != "sum":
+            return super().kl(reduction, weights)
+        count = self._count
+        if self.sampling.startswith("cluster"):
+            own = torch.ones_like(count)
+            own[len(self.component) : len(self.component) + len(self.blended)] = 0
+            count = own
+        return torch.dot(self._kl_by_row(), count)
+
+    def _kl_by_row(self) -> Tensor:
+        mean, variance = self._marginals()
+        return gaussian_kl(mean, variance.sqrt(), self.anchor_mean, self.anchor_std)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def codebook(self) -> Codebook:
+        """Return the codebook as it is now."""
+        return Codebook(
+            self.component,
+            self.cholesky,
+            self.label,
+            self.blended,
+            self.blend_component,
+            self.blend_weight,
+            self.outlier,
+            self.outlier_mean,
+            F.softplus(self.outlier_rho),
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that `load` needs; the codebook is in the file."""
+        return {
+            "sampling": self.sampling,
+            "prior": self.prior,
+            "prior_std": self.prior_std,
+            "sizes": [len(self.component), len(self.blended), len(self.outlier)],
+            "weights": list(self.layout.shapes),
+        }
+
+    def flat_tensors(self) -> dict[str, Tensor]:
+        """Return nothing: no tensor is laid out like the weights, but for the labels."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return every tensor by its place: ``codebook/component``, ``rest/bn.bias``, ``network/...``."""
+        parts = {f"codebook/{name}": tensor for name, tensor in self._book().items()}
+        return parts | super().state()
+
+    def _book(self) -> dict[str, Tensor]:
+        names = ("component", "cholesky", "outlier_mean", "outlier_rho", *PLACES, "anchor_mean", "anchor_std")
+        return {name: getattr(self, name) for name in names}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
+        """Copy what `state` returned into this posterior, whose codebook may have had another size."""
+        for name, own in self._book().items():
+            given = tensors.get(f"codebook/{name}")
+            if given is not None and given.shape != own.shape and given.dim() == own.dim():
+                blank = torch.zeros_like(given, device=self.device, dtype=own.dtype)
+                if isinstance(own, nn.Parameter):
+                    setattr(self, name, nn.Parameter(blank))
+                else:
+                    setattr(self, name, blank)
+        super().load_state(tensors, origin)
+        _check(self.codebook(), self.layout.size, origin)
+        self._index()
+
+
+PLACES = ("label", "blended", "blend_component", "blend_weight", "outlier")
+
+
+def _blank(layout: Layout, sizes: Sequence[int], device: torch.device) -> Codebook:
+    components, blended, outliers = sizes
+    floats: Any = {"dtype": torch.float32, "device": device}
+    integers: Any = {"dtype": torch.int64, "device": device}
+    return Codebook(
+        torch.ones(components, 2, **floats),
+        torch.zeros(components, 3, **floats),
+        torch.zeros(layout.size, **integers),
+        torch.arange(blended, **integers),
+        torch.zeros(blended, BLENDED, **integers),
+        torch.full((blended, BLENDED), 1 / BLENDED, **floats),
+        torch.arange(blended, blended + outliers, **integers),
+        torch.zeros(outliers, **floats),
+        torch.ones(outliers, **floats),
+    )
+
+
+def _check(book: Codebook, size: int, origin: str = "codebook") -> None:
+    """Refuse a codebook that does not describe ``size`` weights, each once."""
+    components = len(book.component)
+    if components < 1 or book.component.shape != (components, 2) or book.cholesky.shape != (components, 3):
+        raise InputError(f"{origin}: expected centres (K, 2) and Cholesky factors (K, 3) of at least one component")
+    if book.label.shape != (size,):
+        raise InputError(f"{origin}: has labels for {book.label.numel()} weights, but the network shares {size}")
+    for name, tensor in (("label", book.label), ("blend_component", book.blend_component)):
+        if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < components:
+            raise InputError(f"{origin}: '{name}' names a component that is not among the {components}")
+    shapes = (len(book.blended), BLENDED)
+    if book.blend_component.shape != shapes or book.blend_weight.shape != shapes:
+        raise InputError(f"{origin}: expected two components and two shares for each of {shapes[0]} blended weights")
+    if not len(book.outlier) == len(book.outlier_mean) == len(book.outlier_std):
+        raise InputError(f"{origin}: outliers, their means and their scales are not equally many")
+    places = torch.cat([book.blended.long(), book.outlier.long()])
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
+        raise InputError(f"{origin}: names a weight that is not among the {size}")
+    if len(places.unique()) < len(places):
+        raise InputError(f"{origin}: a weight is blended or an outlier twice")
+
+
+def _inverse_softplus(values: Tensor) -> Tensor:
+    values = values.double()
+    if not bool((values > 0).all()):
+        raise InputError("codebook: scales of outliers have collapsed to 0, expected positive numbers")
+    return values + torch.log(-torch.expm1(-values))

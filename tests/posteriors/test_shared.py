@@ -1,0 +1,233 @@
+"""The shared posterior: classes of weights, draws, moments, KL, gradients, files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+
+from peerbayes import Address, InputError, MeanField
+from peerbayes.noise import normal
+from peerbayes.posteriors import Codebook, Shared
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.shared import SAMPLINGS
+
+HERE = Address(0, "peer", "draw")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def book(size=120, components=5, blended=7, outliers=9, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(size, generator=generator)
+    shares = torch.rand(blended, 1, generator=generator)
+    return Codebook(
+        component=torch.rand(components, 2, generator=generator) * torch.tensor([1.0, 0.2]) + torch.tensor([-0.5, 0.1]),
+        cholesky=torch.randn(components, 3, generator=generator) * 0.1,
+        label=torch.randint(components, (size,), generator=generator),
+        blended=order[:blended],
+        blend_component=torch.randint(components, (blended, 2), generator=generator),
+        blend_weight=torch.cat([shares, 1 - shares], 1),
+        outlier=order[blended : blended + outliers],
+        outlier_mean=torch.randn(outliers, generator=generator),
+        outlier_std=torch.rand(outliers, generator=generator) * 0.1 + 0.01,
+    )
+
+
+def moments(codebook):
+    """Mean and variance of every weight, weight by weight."""
+    mean, variance = torch.empty(len(codebook.label)), torch.empty(len(codebook.label))
+    five = torch.cat([codebook.component, codebook.cholesky], 1)
+    for i in range(len(mean)):
+        if i in codebook.outlier:
+            place = codebook.outlier.tolist().index(i)
+            mean[i], variance[i] = codebook.outlier_mean[place], codebook.outlier_std[place] ** 2
+            continue
+        if i in codebook.blended:
+            place = codebook.blended.tolist().index(i)
+            row = sum(w * five[k] for w, k in zip(codebook.blend_weight[place], codebook.blend_component[place]))
+        else:
+            row = five[codebook.label[i]]
+        mean[i], variance[i] = row[0], row[1:].square().sum()
+    return mean, variance
+
+
+def test_mean_and_std_are_those_of_component_blend_or_outlier():
+    codebook = book()
+    posterior = Shared(net(), codebook)
+    mean, variance = moments(codebook)
+    torch.testing.assert_close(posterior.mean, mean)
+    torch.testing.assert_close(posterior.std, variance.sqrt())
+
+
+def test_only_weights_of_convolutions_and_linear_layers_are_shared():
+    posterior = Shared(net(), book())
+    assert list(posterior.layout.shapes) == ["0.weight", "4.weight"]
+    assert {"0.bias", "1.weight", "1.bias", "4.bias"} == set(posterior.rest_layout.shapes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_draws_have_the_stated_mean_and_variance(sampling):
+    codebook = book()
+    posterior = Shared(net(), codebook, sampling=sampling)
+    draws = torch.stack([posterior.draw(HERE.at(number)).flat.detach() for number in range(6000)]).double()
+    mean, variance = (x.double() for x in moments(codebook))
+    outlier, blended = (torch.isin(torch.arange(120), index) for index in (codebook.outlier, codebook.blended))
+    label = codebook.label
+    if sampling == "mean":
+        variance = torch.where(outlier | blended, posterior.std.detach().double() ** 2, codebook.component[label, 1] ** 2)
+    if sampling == "cluster":
+        variance = torch.where(outlier, variance, codebook.cholesky[label, 0].double() ** 2)
+    keep = ~blended if sampling.startswith("cluster") else torch.ones(120, dtype=torch.bool)
+    error = variance.sqrt() / 6000**0.5
+    assert ((draws.mean(0) - mean).abs() <= 4.5 * error + 1e-6)[keep].all()
+    ratio = draws.var(0)[keep] / variance[keep]
+    assert ((ratio - 1).abs() < 0.12 * (1.7 if "hier" in sampling else 1)).all()
+
+
+@pytest.mark.parametrize("sampling", ["cluster", "cluster_hier"])
+def test_whole_components_are_drawn_once_and_blended_weights_mix_them(sampling):
+    codebook = book()
+    flat = Shared(net(), codebook, sampling=sampling).draw(HERE).flat
+    plain = ~torch.isin(torch.arange(120), torch.cat([codebook.outlier, codebook.blended]))
+    values = torch.stack([flat[plain & (codebook.label == k)][0] for k in range(5)])
+    assert torch.equal(flat[plain], values[codebook.label[plain]])
+    mixed = (codebook.blend_weight * values[codebook.blend_component]).sum(1)
+    torch.testing.assert_close(flat[codebook.blended], mixed)
+
+
+def test_hierarchical_draws_are_independent_within_a_component():
+    posterior = Shared(net(), book(blended=0, outliers=0, components=1))
+    draws = torch.stack([posterior.draw(HERE.at(number)).flat.detach() for number in range(3000)])
+    correlation = torch.corrcoef(draws[:, :20].T)
+    assert (correlation - torch.eye(20)).abs().max() < 0.09
+
+
+@pytest.mark.parametrize("sampling", ["hierarchical", "cluster"])
+@pytest.mark.parametrize("prior", ["anchored", "normal"])
+def test_kl_is_the_sum_over_weights_or_over_components(sampling, prior):
+    codebook = book()
+    posterior = Shared(net(), codebook, sampling=sampling, prior=prior, prior_std=0.3)
+    with torch.no_grad():
+        posterior.component += 0.05
+        posterior.cholesky *= 1.5
+        posterior.outlier_mean -= 0.1
+    before, now = moments(codebook), moments(posterior.codebook())
+    outlier = torch.isin(torch.arange(120), codebook.outlier)
+    prior_mean, prior_std = (torch.zeros(120), torch.full((120,), 0.3)) if prior == "normal" else (
+        before[0], torch.where(outlier, 0.3, before[1].sqrt()))  # fmt: skip
+    every = kl_divergence(Normal(now[0], now[1].sqrt()), Normal(prior_mean, prior_std))
+    torch.testing.assert_close(posterior.kl_per_weight(), every)
+    if sampling == "hierarchical":
+        torch.testing.assert_close(posterior.kl(), every.sum())
+        return
+    plain = ~torch.isin(torch.arange(120), torch.cat([codebook.outlier, codebook.blended]))
+    firsts = [int((plain & (codebook.label == k)).nonzero()[0]) for k in range(5)]
+    torch.testing.assert_close(posterior.kl(), every[firsts].sum() + every[outlier].sum())
+
+
+def test_anchored_kl_of_components_is_zero_at_first():
+    posterior = Shared(net(), book(outliers=0))
+    assert posterior.kl().abs() < 1e-4
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_gradients_reach_every_trainable_number_and_are_those_of_differences(sampling):
+    posterior = Shared(net(), book(), sampling=sampling).double()
+    noise = normal(HERE, posterior.noise_size).double()
+    factor = torch.randn(120, generator=torch.Generator().manual_seed(3)).double()
+
+    def value():
+        return (posterior.place(noise)[0] * factor).sin().sum() + posterior.kl() / 50
+
+    value().backward()
+    for name in ("component", "cholesky", "outlier_mean", "outlier_rho"):
+        parameter = getattr(posterior, name)
+        found = torch.zeros_like(parameter)
+        for place in range(parameter.numel()):
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    parameter.view(-1)[place] += sign * 1e-6
+                    ends.append(value())
+                    parameter.view(-1)[place] -= sign * 1e-6
+            found.view(-1)[place] = (ends[0] - ends[1]) / 2e-6
+        torch.testing.assert_close(parameter.grad, found, rtol=1e-5, atol=1e-6)
+        assert (parameter.grad != 0).all()
+
+
+def test_with_a_component_for_each_weight_it_is_the_mean_field_posterior():
+    field = MeanField(net(), bayesian=lambda name, module: name in ("0.weight", "4.weight"))
+    codebook = Codebook(
+        component=torch.stack([field.mean, field.std], 1).detach(),
+        cholesky=torch.zeros(120, 3),
+        label=torch.arange(120),
+        blended=torch.empty(0, dtype=torch.int64),
+        blend_component=torch.empty(0, 2, dtype=torch.int64),
+        blend_weight=torch.empty(0, 2),
+        outlier=torch.empty(0, dtype=torch.int64),
+        outlier_mean=torch.empty(0),
+        outlier_std=torch.empty(0),
+    )
+    for sampling in ("mean", "moment"):
+        shared = Shared(net(), codebook, sampling=sampling, start_from=field)
+        images = torch.rand(4, 2, 4, 4)
+        torch.testing.assert_close(shared.draw(HERE).flat, field.draw(HERE).flat)
+        given, expected = (p.predict(images, 20).log_probabilities for p in (shared, field))
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_gives_the_same_posterior_to_the_last_bit(tmp_path):
+    posterior = Shared(net(), book(), sampling="moment", seed=3, name="b")
+    posterior.save(tmp_path / "p.safetensors")
+    again = Posterior.load(tmp_path / "p.safetensors", net())
+    assert isinstance(again, Shared)
+    assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
+    assert torch.equal(again.kl(), posterior.kl())
+    assert {k: v.shape for k, v in again.state().items()} == {k: v.shape for k, v in posterior.state().items()}
+
+
+def test_a_checkpoint_of_another_codebook_takes_its_place():
+    posterior, other = Shared(net(), book()), Shared(net(), book(components=8, blended=3, outliers=20, seed=5))
+    posterior.load_state({name: tensor.detach().clone() for name, tensor in other.state().items()})
+    assert torch.equal(posterior.draw(HERE).flat, other.draw(HERE).flat)
+
+
+def test_predict_and_materialise_work_as_for_every_posterior():
+    posterior = Shared(net(), book())
+    images = torch.rand(6, 2, 4, 4)
+    plain = posterior.materialise().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(images), posterior.eval()(images))
+    assert set(plain.state_dict()) == set(net().state_dict())
+    found = posterior.predict(images, 300)
+    assert torch.allclose(found.probabilities.sum(1), torch.ones(6), atol=1e-5)
+    assert found.disagreement.max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"label": torch.zeros(119, dtype=torch.int64)}, "labels for 119 weights, but the network shares 120"),
+        ({"label": torch.full((120,), 5)}, "'label' names a component that is not among the 5"),
+        ({"blend_component": torch.full((7, 2), -1)}, "'blend_component' names a component"),
+        ({"outlier": torch.full((9,), 3)}, "twice"),
+        ({"outlier": torch.arange(120, 129)}, "names a weight that is not among the 120"),
+        ({"outlier_std": torch.zeros(9)}, "collapsed to 0"),
+        ({"outlier_mean": torch.zeros(8)}, "not equally many"),
+    ],
+)
+def test_a_codebook_that_does_not_fit_is_refused(change, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Shared(net(), replace(book(), **change))
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(InputError, match="sampling is 'x', expected hierarchical"):
+        Shared(net(), book(), sampling="x")
