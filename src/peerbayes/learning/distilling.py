@@ -50,7 +50,7 @@ def distill(
         options = kind.model_dump(exclude={"kind", "members"})
         draws = chosen.teachers.draws
         members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
-        student: Posterior = RankOne(into, members, **options)
+        student: Posterior = RankOne(into, members, seed=how.get("seed", 0), name="student", **options)
     else:
         student = Point(into)
     device = found[0].device

@@ -20,7 +20,7 @@ from peerbayes import evaluation, noise, terms
 from peerbayes.data import Dataset, Placement, augment, feed, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
-from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
+from peerbayes.learning.cohort import Cohort, Parts, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
@@ -397,11 +397,29 @@ class Learner:
                 len(self.data.train),
                 self.cohort.batch_size,
                 0.0,
-                teachers=self.cohort.consult(to_unit(batch), 0)[1],
+                teachers=self._try_teachers(to_unit(batch)),
             )
             with torch.no_grad():
                 keys.append(figure_names(state.terms, found, self.peers))
         return keys
+
+    def _try_teachers(self, images: Tensor) -> Tensor | None:
+        teachers, plain = self.cohort.teachers, Parts()
+        if teachers is not None:
+            try:
+                with torch.no_grad():
+                    logits = teachers.logits(plain.run_plain, images, teachers.tensors(0), None)
+            except (RuntimeError, ValueError, TypeError) as error:
+                why = str(error).strip().splitlines()[0]
+                shape = tuple(images.shape[1:])
+                raise InputError(f"a teacher can't take {self.data.name}'s inputs, of shape {shape}: {why}") from error
+            for number, found in enumerate(logits, start=1):
+                if found.shape != (len(images), self.data.classes):
+                    raise InputError(
+                        f"teacher {number} of {len(logits)} knows {found.shape[-1]} classes, but {self.data.name} has "
+                        f"{self.data.classes}"
+                    )
+        return self.cohort.consult(images, 0)[1]
 
     @torch.no_grad()
     def _try_network(self, peer: str, images: Tensor, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:

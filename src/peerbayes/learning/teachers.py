@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,24 +36,32 @@ class Plain:
 
     def same_as(self, other: Plain) -> bool:
         """Whether the other's tensors fit this network."""
-        mine, theirs = ((p.posterior.layout.shapes, p.posterior.rest_layout.shapes) for p in (self, other))
-        return mine == theirs and type(self.network) is type(other.network)
+        mine, theirs = (
+            (
+                p.posterior.layout.shapes,
+                p.posterior.rest_layout.shapes,
+                {name: tensor.shape for name, tensor in _fixed(p.posterior).items()},
+                str(p.network),  # activations and the like, which have no tensors
+            )
+            for p in (self, other)
+        )
+        return mine == theirs
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """All tensors of a network: flat weights (size,), the rest (rest size,), and buffers by name."""
+    """All tensors of a network: flat weights (size,), the rest (rest size,), and what is fixed, by name."""
 
     flat: Tensor
     rest: Tensor
-    buffers: Mapping[str, Tensor]
+    fixed: Mapping[str, Tensor]
 
 
 def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dtype | None) -> Tensor:
     """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone."""
     posterior = plain.posterior
     named = posterior.layout.views(tensors.flat) | posterior.rest_layout.views(tensors.rest)
-    named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.buffers)
+    named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.fixed)
     with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
         return posterior.run_network(images, named, plain.network).float()
 
@@ -92,7 +101,7 @@ class Teachers:
         for place, number in self.places:
             posterior = self.posteriors[place]
             address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
-            found.append(Tensors(posterior.draw(address).flat, posterior.rest, _buffers(posterior)))
+            found.append(Tensors(posterior.draw(address).flat, posterior.rest, _fixed(posterior)))
         return found
 
     def logits(
@@ -116,15 +125,17 @@ class Teachers:
         """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network."""
         flat, rest = (torch.stack(list(found)) for found in zip(*((t.flat, t.rest) for t in tensors), strict=True))
         chosen = {
-            name: torch.stack([own.buffers[name] for own in tensors]).index_select(0, number)[0]
-            for name in tensors[0].buffers
+            name: torch.stack([own.fixed[name] for own in tensors]).index_select(0, number)[0]
+            for name in tensors[0].fixed
         }
         own = Tensors(flat.index_select(0, number)[0], rest.index_select(0, number)[0], chosen)
         return run(self._plain[0], images, own, autocast)
 
 
-def _buffers(posterior: Posterior) -> dict[str, Tensor]:
-    return {name: buffer.detach() for name, buffer in posterior.network.named_buffers()}
+def _fixed(posterior: Posterior) -> dict[str, Tensor]:
+    """Return buffers and frozen parameters, which the network itself holds."""
+    network = posterior.network
+    return {name: tensor.detach() for name, tensor in (*network.named_buffers(), *network.named_parameters())}
 
 
 class Perturbation:
@@ -200,8 +211,7 @@ class Perturbation:
             elif self.kind == "bald":
                 with forked():
                     logits = teachers.logits(run, moved, tensors, autocast, lane)
-                p = torch.stack(logits).softmax(-1)
-                value = torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).mean(0).sum()
+                value = _bald(torch.stack(logits).log_softmax(-1))
             else:
                 passes = self._pair(pair(address, len(teachers), images.device), tensors, run, autocast)
                 with forked():
@@ -220,11 +230,11 @@ class Perturbation:
         found.append(lambda x, which: teachers.pick(run, x, tensors, chosen[which : which + 1], autocast))
         if self.student is not None:
             student, plain = self.student
-            buffers = _buffers(student)
+            fixed = _fixed(student)
 
             def member(x: Tensor, which: int) -> Tensor:
                 with torch.no_grad():
-                    own = Tensors(student.member(chosen[which]).flat.detach(), student.rest.detach(), buffers)
+                    own = Tensors(student.member(chosen[which]).flat.detach(), student.rest.detach(), fixed)
                 return run(plain, x, own, autocast)
 
             found.append(member)
@@ -241,8 +251,14 @@ def _target_and_logits(
 
 
 def _cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
-    # Σ_b H[p, q]: by the images it has the gradient of Σ_b KL(p ‖ q), where p is a constant.
-    return -(target.softmax(-1) * logits.log_softmax(-1)).sum()
+    # By the logits it has the gradient q − p of Σ_b KL(p ‖ q), p a constant: exactly 0 where both are the same.
+    return ((logits.softmax(-1) - target.softmax(-1)).detach() * logits).sum()
+
+
+def _bald(log_p: Tensor) -> Tensor:
+    """Return Σ_b H[p̄] − (1/M) Σ_m H[p_m] for log-probabilities (M, B, C); by them, as p log p has no slope at 0."""
+    mean = log_p.logsumexp(0) - math.log(len(log_p))
+    return (log_p.exp() * log_p).mean(0).sum() - (mean.exp() * mean).sum()
 
 
 def _zero(images: Tensor) -> Tensor:

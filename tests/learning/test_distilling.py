@@ -1,0 +1,722 @@
+"""From trained runs to one network: the best epoch, interruptions, engines, the command line, and what is refused."""
+
+import copy
+import csv
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import peerbayes as pb
+from peerbayes import cli, networks
+from peerbayes.data import ArraySplit, Dataset, to_unit
+from peerbayes.errors import InputError
+from peerbayes.learning import Learner, Recipe, Run, engine, load_data, load_recipe, packaged, train
+from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
+from peerbayes.learning.teachers import Teachers
+from peerbayes.posteriors import MeanField, Point, RankOne
+
+QUIET = ("--quiet", "--device", "cpu")
+SMALL = ["data.batch_size=32", "data.validation=1000", "gradient_share_every=0", "stages.0.warmup=0"]
+# The learning rate jumps after three epochs, and what was learnt is lost: the best epoch is not the last one.
+RISE_AND_FALL = ["stages.0.lr_schedule=milestones", "stages.0.lr_milestones=[3]", "stages.0.lr_factor=20"]
+
+
+class Stop(Exception):
+    pass
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("distilling")
+
+
+@pytest.fixture(scope="module")
+def teachers(place):
+    """Two ResNet-8s that have learnt digits, each at its best epoch."""
+    recipe = load_recipe("distillation/digits-resnet8-de4", [*SMALL, "stages.0.epochs=6"])
+    return train(recipe.model_copy(update={"peers": recipe.peers[:2]}), place / "teachers", device="cpu")
+
+
+def student_recipe(teachers, *changes):
+    given = [f"teachers.runs=['{teachers.folder}']", "peers.0.posterior.members=2", "stages.0.epochs=4"]
+    return load_recipe("distillation/digits-resnet8-latentbe-tdiv-sdiv-de4", [*SMALL, *RISE_AND_FALL, *given, *changes])
+
+
+@pytest.fixture(scope="module")
+def student(place, teachers):
+    """LatentBE with TDiv-SDiv, not interrupted."""
+    return train(student_recipe(teachers), place / "student", device="cpu", checkpoint_every=4)
+
+
+# ---- the best epoch -------------------------------------------------------------------------------------------------
+
+
+def accuracy(posterior, split):
+    """By a plain module."""
+    with torch.no_grad():
+        found = posterior.materialise().eval()(to_unit(split.images)).argmax(-1)
+    return float((found == split.labels).double().mean())
+
+
+def curve(run, peer):
+    return [line["peers"][peer]["valid_accuracy"] for line in run.metrics]
+
+
+def test_every_peer_is_kept_as_it_was_at_its_own_best_epoch(teachers, student):
+    assert curve(student, "student").index(max(curve(student, "student"))) == 2
+    assert curve(teachers, "teacher1").index(max(curve(teachers, "teacher1"))) == 4  # not that of the other
+    for run in (teachers, student):
+        validation = load_data(run.recipe).validation
+        for peer in run:
+            assert accuracy(run[peer], validation) == pytest.approx(max(curve(run, peer)), abs=1e-9)
+    assert max(curve(student, "student")) > curve(student, "student")[-1] + 0.1
+
+
+def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, student, tmp_path, monkeypatch):
+    # The best epoch has ended at step 27: the checkpoint of step 32 has to hold it.
+    step = Learner.step
+
+    def until(self):
+        if self.position.step == 34:
+            raise Stop
+        step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "step", until)
+        with pytest.raises(Stop):
+            train(student_recipe(teachers), tmp_path / "run", device="cpu", checkpoint_every=4)
+    assert not Run(tmp_path / "run").finished
+    run = train(student_recipe(teachers), tmp_path / "run", device="cpu", checkpoint_every=4, resume=True)
+    assert (
+        contents(run.folder)["weights-student.safetensors"] == contents(student.folder)["weights-student.safetensors"]
+    )
+    lines, others = (
+        [{key: value for key, value in line.items() if key != "seconds"} for line in one.metrics]
+        for one in (run, student)
+    )
+    assert lines == others
+
+
+class Small(nn.Module):
+    def __init__(self, classes=3, size=16, width=6):
+        super().__init__()
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.BatchNorm1d(width), nn.ReLU())
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.first(x))
+
+
+def small(seed=0, **options):
+    torch.manual_seed(seed)
+    return Small(**options)
+
+
+def made_data(count=48, classes=3, side=4):
+    """Easy: the label is in the brightness of a row."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.arange(count) % classes
+    pixels = 120 * torch.rand(count, 1, side, side, generator=generator)
+    pixels[torch.arange(count), 0, labels] += 130
+    split = ArraySplit(pixels.to(torch.uint8), labels)
+    return Dataset("made", split, split, split, classes, None, (1, side, side), (0.5,), (0.3,))
+
+
+def made_recipe(*stages, **changes):
+    peer = {"name": "a", "network": "mlp", "posterior": {"kind": "point"}}
+    table = {"title": "t", "data": {"batch_size": 12}, "peers": [peer], "stages": list(stages)}
+    return Recipe.parse({"gradient_share_every": 0, "evaluation": {"keep": "best"}} | table | changes, "test")
+
+
+def made_stage(epochs, lr, **terms):
+    return {"epochs": epochs, "optimizer": {"name": "sgd", "lr": lr}, "terms": terms or {"likelihood": {}}}
+
+
+def learning(log=None, keep="best", **options):
+    """Three teachers, a rank-one student, perturbed images; a stage that learns and one that forgets more and more."""
+    good = made_stage(4, 0.05, distil={"teachers": "one_to_one", "temperature": 2.0})
+    good |= {"perturb": {"kind": "tdiv_sdiv"}, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
+    forget = made_stage(3, 0.7, likelihood={"weight": -1.0}) | {"perturb": {"kind": "conf_ods"}}
+    forget["optimizer"] |= {"clip": 1.0}
+    given = Teachers([known(1), known(2), MeanField(small(3), rho=-3.0, start_from=known(3))])
+    peers = {"a": RankOne(small(9), 3, factors="random", spread=0.1, predicts="average")}
+    recipe = made_recipe(good, forget, evaluation={"keep": keep})
+    return Learner(recipe, peers, made_data(), 0, teachers=given, log=log, engine="eager", **options)
+
+
+@functools.cache
+def known(seed):
+    """A posterior that knows the answers."""
+    peers = {"a": Point(small(seed))}
+    Learner(made_recipe(made_stage(12, 0.3)), peers, made_data(), 0, engine="eager").run()
+    return peers["a"]
+
+
+def test_the_best_epoch_is_one_of_the_last_stage():
+    lines = []
+    learner = learning(lines.append)
+    learner.run()
+    found = [line["peers"]["a"]["valid_accuracy"] for line in lines]
+    assert max(found[:4]) > max(found[4:]) > found[-1]
+    assert accuracy(learner.peers["a"], made_data().validation) == pytest.approx(found[-1])
+    learner.take_best()
+    assert accuracy(learner.peers["a"], made_data().validation) == pytest.approx(max(found[4:]))
+    last = learning(keep="last")
+    last.run()
+    last.take_best()
+    assert accuracy(last.peers["a"], made_data().validation) == pytest.approx(found[-1])
+
+
+def test_the_best_epoch_outlives_an_interruption_at_any_step():
+    saved = []
+
+    def save(tensors, about):
+        saved.append(({name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(about)))
+
+    whole = learning(save=save, checkpoint_every=1)
+    whole.run()
+    whole.take_best()
+    expected = whole.peers["a"].state()
+    assert len(saved) == 28
+    for tensors, about in saved[::3]:
+        resumed = learning()
+        resumed.restore(tensors, json.loads(json.dumps(about)))
+        resumed.run()
+        resumed.take_best()
+        for name, tensor in resumed.peers["a"].state().items():
+            assert torch.equal(tensor, expected[name]), (about["position"]["step"], name)
+
+
+def test_best_needs_something_to_judge_by():
+    with pytest.raises(InputError, match=r"keep = 'best' needs a validation split; set data\.validation"):
+        Learner(made_recipe(made_stage(1, 0.1)), {"a": Point(small())}, replace(made_data(), validation=None), 0)
+
+
+# ---- engines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch's tracer
+@pytest.mark.parametrize("kind", ["tdiv_sdiv", "conf_ods"])
+def test_compiled_and_eager_steps_of_a_distillation_agree(monkeypatch, kind):
+    # The tracing and the splitting into forward and backward are what can go wrong; code generation is torch's.
+    monkeypatch.setattr(engine, "compiled", functools.partial(torch.compile, backend="aot_eager", dynamic=False))
+    stage = made_stage(1, 0.05, distil={"teachers": "one_to_one"}) | {"perturb": {"kind": kind}}
+    found = {}
+    for name in ("eager", "compiled"):
+        given = Teachers([Point(small(1)), MeanField(small(2), rho=-2.0)])
+        peers, lines = {"a": RankOne(small(3), 2, factors="random", spread=0.3)}, []
+        learner = Learner(made_recipe(stage), peers, made_data(), 0, teachers=given, engine=name, log=lines.append)
+        learner.run()
+        assert learner.engine.name == name
+        found[name] = peers["a"].state(), lines[0]["peers"]["a"]["loss"]
+    assert found["compiled"][1] == pytest.approx(found["eager"][1], rel=1e-4)
+    for name, tensor in found["eager"][0].items():
+        torch.testing.assert_close(found["compiled"][0][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# ---- one network ----------------------------------------------------------------------------------------------------
+
+
+def process(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "peerbayes", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def assert_same_prediction(network, posterior, images):
+    with torch.no_grad():
+        expected = network.eval()(to_unit(images)).log_softmax(-1)
+    torch.testing.assert_close(posterior.predict(images).log_probabilities, expected, rtol=1e-4, atol=1e-4)
+
+
+def plain_network(run, name):
+    """A network that knows nothing of posteriors, with what the command has written."""
+    data = load_data(run.recipe)
+    found = networks.build(name, networks.Inputs(data.classes, data.shape, data.mean, data.std))
+    found.load_state_dict(load_file(run.folder / "network-student.safetensors"), strict=True)
+    return found, data.test
+
+
+def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
+    given = [runs["resnet"], runs["resnet again"]]
+    before = [contents(folder) for folder in given]
+    words = ("--run", tmp_path / "run", "--set", "stages.0.epochs=2", "--json", "--device", "cpu")
+    done = process("distill", *given, *words)
+    assert done.returncode == 0, done.stderr
+    assert [contents(folder) for folder in given] == before
+    record, found = json.loads(done.stdout), Run(tmp_path / "run")
+    assert str(tmp_path / "run" / "network-student.safetensors") in done.stderr
+    assert found.recipe.data == Run(given[0]).recipe.data
+    assert found.recipe.peers[0].network == "resnet8"
+    assert found.recipe.peers[0].posterior.members == 2
+    network, test = plain_network(found, "resnet8")
+    assert_same_prediction(network, found["student"], test.images)
+    with torch.no_grad():
+        hits = network.eval()(to_unit(test.images)).argmax(-1) == test.labels
+    assert record["method"] == "latentbe"
+    assert record["peers"][0]["accuracy"] == pytest.approx(float(hits.double().mean()), abs=1e-6)
+
+
+def test_a_weights_file_is_one_teacher(teachers, tmp_path, capsys):
+    path = teachers.folder / "weights-teacher2.safetensors"
+    change_all = change("stages.0.epochs=1", "peers.0.network=mlp", "data.batch_size=256")
+    words = ("--into", "distillation/kd", "--run", tmp_path / "run", *change_all, *QUIET)
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(word) for word in ("distill", path, *words)])
+    assert not end.value.code
+    found = Run(tmp_path / "run")
+    assert found.recipe.teachers.runs == [str(path.resolve())]
+    network, test = plain_network(found, "mlp")
+    assert_same_prediction(network, found["student"], test.images[:50])
+
+
+LITTLE = ["stages.0.epochs=2", "stages.0.warmup=0", "data.batch_size=12", "stages.0.optimizer.lr=0.02"]
+
+
+@pytest.mark.parametrize("recipe", ["distillation/latentbe", "distillation/kd"])
+def test_distill_returns_a_plain_module_of_the_networks_own_class(tmp_path, recipe):
+    given, into = [Point(small(1)), Point(small(2)), MeanField(small(3))], small(9)
+    before = copy.deepcopy(into.state_dict())
+    kept = [copy.deepcopy(posterior.state_dict()) for posterior in given]
+    found = pb.distill(
+        given, into, data=made_data(), run=tmp_path / "run", recipe=recipe, overrides=[*LITTLE, "teachers.draws=2"]
+    )
+    assert type(found) is Small
+    assert list(found.state_dict()) == list(before)
+    assert [type(module) for module in found.modules()] == [type(module) for module in into.modules()]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in found.modules())
+    assert all(torch.equal(into.state_dict()[name], tensor) for name, tensor in before.items())
+    assert not torch.equal(found.head.weight, into.head.weight)
+    for posterior, own in zip(given, kept):
+        assert all(torch.equal(posterior.state_dict()[name], tensor) for name, tensor in own.items())
+    trained = pb.load(tmp_path / "run", {"student": small()})["student"]
+    assert trained.members == (4 if recipe == "distillation/latentbe" else 1)
+    images = made_data().test.images
+    assert_same_prediction(found, trained, images)
+    found(to_unit(images)).sum().backward()  # and it may go on learning
+    assert all(p.grad is not None for p in found.parameters())
+
+
+def test_a_student_learns_what_its_teachers_know(tmp_path):
+    data, given = made_data(), {"a": Point(small(1)), "b": Point(small(2))}
+    run = pb.fit(given, data=data, recipe=made_recipe(made_stage(12, 0.3)), run=tmp_path / "teachers")
+    with torch.no_grad():
+        target = sum(p.materialise().eval()(to_unit(data.test.images)).softmax(-1) for p in given.values()) / 2
+
+    def divergence(network):
+        with torch.no_grad():
+            found = network.eval()(to_unit(data.test.images)).log_softmax(-1)
+        return float(F.kl_div(found, target, reduction="batchmean"))
+
+    found = pb.distill(
+        [run], small(9), data=data, run=tmp_path / "run", overrides=["stages.0.epochs=15", "data.batch_size=12"]
+    )
+    assert divergence(found) < 0.2 * divergence(small(9))
+
+
+def test_random_factors_of_a_student_follow_the_seed(tmp_path):
+    still = ["stages.0.epochs=1", "stages.0.optimizer={name='sgd', lr=1e-30}", "peers.0.posterior.factors=random"]
+    found = []
+    for seed in (0, 1):
+        run = tmp_path / f"run{seed}"
+        pb.distill([Point(small(1)), Point(small(2))], small(9), data=made_data(), run=run, seed=seed, overrides=still)
+        found.append(pb.load(run, {"student": small()})["student"].deviations)
+    assert not torch.equal(*found)
+
+
+# ---- what is refused, from Python -----------------------------------------------------------------------------------
+
+
+def distil(tmp_path, *given, recipe="distillation/kd", changes=(), **options):
+    options = {"data": made_data(), "run": tmp_path / "run", "recipe": recipe} | options
+    return pb.distill(given, small(), overrides=[*LITTLE, *changes], **options)
+
+
+@pytest.mark.parametrize("classes", [5, 2, 1])
+@pytest.mark.parametrize("recipe", ["distillation/kd", "distillation/latentbe"])
+def test_teachers_with_other_classes_are_refused_in_python(tmp_path, recipe, classes):
+    with pytest.raises(InputError, match=rf"teacher.*{classes}"):
+        distil(tmp_path, *(Point(small(seed, classes=classes)) for seed in range(2)), recipe=recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_teachers_with_another_input_shape_are_refused_in_python(tmp_path):
+    with pytest.raises(InputError, match="teacher"):
+        distil(tmp_path, Point(small(size=25)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["tdiv", "tdiv_sdiv", "bald"])
+def test_a_single_teacher_is_refused_in_python(tmp_path, kind):
+    with pytest.raises(InputError, match=f"perturb '{kind}' compares teachers, but there is only one"):
+        distil(tmp_path, Point(small()), recipe="distillation/latentbe", changes=[f"stages.0.perturb.kind={kind}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_distill_without_teachers_is_refused(tmp_path):
+    with pytest.raises(InputError, match="there are no teachers to distil"):
+        distil(tmp_path)
+    with pytest.raises(InputError, match=r"mutual/digits-dnn: expected one peer and a \[teachers\] table"):
+        distil(tmp_path, Point(small()), recipe="mutual/digits-dnn")
+    with pytest.raises(InputError, match="keep = 'best' needs a validation split"):
+        distil(tmp_path, Point(small()), changes=["evaluation.keep=best"], data=replace(made_data(), validation=None))
+    assert not (tmp_path / "run").exists()
+
+
+# ---- what is refused, on the command line ---------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments):
+    """Run a command that must fail; return its one sentence."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    assert end.value.code == 2, printed.err
+    assert printed.out == ""
+    assert printed.err.startswith("peerbayes: ")
+    assert printed.err.count("\n") == 1, printed.err
+    return printed.err.removeprefix("peerbayes: ").rstrip("\n")
+
+
+def change(*pairs):
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+TEACHER = """
+title = "Teacher"
+data = { name = "DATA", batch_size = 12, validation = 12 }
+peers = [{ name = "only", network = "NETWORK", posterior = { kind = "point" } }]
+evaluation = { draws = 1 }
+[[stages]]
+epochs = 1
+optimizer = { name = "sgd", lr = 0.1 }
+terms = { likelihood = {} }
+"""
+
+
+def tiny_run(folder, classes=3, side=8, network="mlp", seed=0):
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 255, (60, side, side), dtype=np.uint8), np.arange(60) % classes
+    path = folder / f"data{classes}-{side}.npz"
+    np.savez(path, train_images=pixels[:48], train_labels=labels[:48], test_images=pixels[48:], test_labels=labels[48:])
+    recipe = folder / "teacher.toml"
+    recipe.write_text(TEACHER.replace("DATA", str(path)).replace("NETWORK", network))
+    run = folder / f"run-{network}-{classes}-{side}-{seed}"
+    return train(load_recipe(recipe), run, device="cpu", seed=seed).folder
+
+
+@pytest.fixture(scope="module")
+def runs(place):
+    """Teachers of one peer: on three classes, on five, on larger images, and of another network."""
+    return {
+        "three": tiny_run(place),
+        "five": tiny_run(place, classes=5),
+        "large": tiny_run(place, side=10),
+        "resnet": tiny_run(place, network="resnet8"),
+        "resnet again": tiny_run(place, network="resnet8", seed=1),
+    }
+
+
+def distill_refused(capsys, tmp_path, *words):
+    found = refused(capsys, "distill", *words, "--run", tmp_path / "student", *QUIET, *change("stages.0.epochs=1"))
+    assert not (tmp_path / "student").exists()
+    return found
+
+
+@pytest.mark.parametrize("into", ["distillation/kd", "distillation/latentbe"])
+def test_teachers_that_know_other_classes_or_shapes_are_refused(runs, tmp_path, capsys, into):
+    found = distill_refused(capsys, tmp_path, runs["three"], runs["five"], "--into", into)
+    assert found == f"teacher {runs['five'].resolve()}: knows 5 classes, but data3-8 has 3"
+    found = distill_refused(capsys, tmp_path, runs["three"], runs["large"], "--into", into)
+    assert found == f"teacher {runs['large'].resolve()}: takes inputs of shape (1, 10, 10), but data3-8 has (1, 8, 8)"
+
+
+def copied(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "teacher"))
+
+
+def test_a_teacher_with_a_damaged_weights_file_is_refused(runs, tmp_path, capsys):
+    run = copied(runs["three"], tmp_path)
+    path = run / "weights-only.safetensors"
+    whole = path.read_bytes()
+    for data in (whole[: len(whole) // 2], whole[:-1], b"", whole[:-9] + b"\1" + whole[-8:]):
+        path.write_bytes(data)
+        found = distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
+        assert str(path) in found
+    path.unlink()
+    assert f"{path}: no such file" in distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
+
+
+def test_an_unfinished_teacher_is_refused(runs, tmp_path, capsys):
+    run = copied(runs["three"], tmp_path)
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"finished": False}))
+    found = distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
+    assert found == f"{run}: the run is not finished; 'peerbayes train --resume' goes on with it"
+    (run / "run.json").unlink()
+    assert "run.json: no such file" in distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "no run around it", "another peer", "network"])
+def test_what_is_no_run_is_no_teacher(runs, tmp_path, capsys, kind):
+    given = tmp_path / "given"
+    if kind == "empty":
+        given.mkdir()
+    elif kind == "file":
+        given.write_text("hello")
+    elif kind == "no run around it":
+        given = given.with_suffix(".safetensors")
+        shutil.copy(runs["three"] / "weights-only.safetensors", given)
+    elif kind in ("another peer", "network"):
+        name = "weights-other" if kind == "another peer" else "network-only"
+        given = copied(runs["three"], tmp_path) / f"{name}.safetensors"
+        shutil.copy(runs["three"] / "weights-only.safetensors", given)
+    first = distill_refused(capsys, tmp_path, given, "--into", "distillation/kd")
+    second = distill_refused(capsys, tmp_path, runs["three"], given, "--into", "distillation/kd")
+    for found in (first, second):
+        assert str(given if kind != "no run around it" else tmp_path) in found
+
+
+@pytest.mark.parametrize("kind", ["tdiv", "tdiv_sdiv", "bald"])
+def test_a_single_teacher_is_refused(runs, tmp_path, capsys, kind):
+    found = distill_refused(capsys, tmp_path, runs["three"], *change(f"stages.0.perturb.kind={kind}"))
+    assert found == f"perturb '{kind}' compares teachers, but there is only one; give it two or more"
+
+
+def test_teachers_of_different_networks_are_refused_where_one_is_picked(runs, tmp_path, capsys):
+    found = distill_refused(capsys, tmp_path, runs["three"], runs["resnet"])
+    assert found == "perturb 'tdiv_sdiv' picks teachers at random, which must have one network in common"
+
+
+def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
+    words = change("peers.0.posterior.members=3")
+    found = distill_refused(capsys, tmp_path, runs["three"], runs["three"], *words)
+    assert found.startswith("perturb 'tdiv_sdiv' compares the members of one rank-one student, 2 as there are teachers")
+    found = distill_refused(
+        capsys, tmp_path, runs["three"], runs["three"], *words, *change("stages.0.perturb.kind=ods")
+    )
+    assert found == (
+        "term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
+    )  # fmt: skip
+
+
+def test_a_teacher_with_a_network_of_its_own_is_refused(runs, tmp_path, capsys):
+    path = next(runs["three"].parent.glob("data3-8.npz"))
+    recipe = made_recipe(made_stage(1, 0.1), evaluation={"keep": "last"})
+    pb.fit({"mine": Point(small(size=64))}, data=path, recipe=recipe, run=tmp_path / "teacher")
+    found = distill_refused(capsys, tmp_path, tmp_path / "teacher", "--into", "distillation/kd")
+    assert found.startswith(f"{tmp_path / 'teacher'}: peer 'mine' has a network of your own")
+
+
+@pytest.mark.parametrize("predicts", ["members", "average"])
+def test_members_and_network_are_left_to_the_teachers(runs, tmp_path, predicts):
+    posterior = f"peers.0.posterior={{kind='rank_one', members=3, predicts='{predicts}'}}"
+    found = train(load_recipe(runs["three"] / "recipe.toml", [posterior]), tmp_path / "teacher", device="cpu")
+    changes = [f"teachers={{runs=['{found.folder}', '{runs['three']}'], draws=2}}", "data.classes=3"]
+    recipe = load_recipe("distillation/latentbe", changes)
+    job = Job(fitted_to_teachers(recipe), tmp_path / "run")
+    assert job.recipe.peers[0].network == "mlp"
+    teachers = build_teachers(job, load_data(found.recipe), torch.device("cpu"))
+    assert job.recipe.peers[0].posterior.members == len(teachers) == (3 if predicts == "members" else 2)
+
+
+def test_best_without_validation_is_refused(runs, tmp_path, capsys):
+    words = ("--into", "distillation/kd", *change("evaluation.keep=best", "data.validation=0"))
+    found = distill_refused(capsys, tmp_path, runs["three"], *words)
+    assert found == "evaluation.keep = 'best' needs a validation split; set data.validation"
+
+
+def test_a_recipe_without_teachers_is_refused(runs, tmp_path, capsys):
+    found = distill_refused(capsys, tmp_path, runs["three"], "--into", "mutual/digits-dnn")
+    assert found == "recipe mutual/digits-dnn: has no [teachers] table, so nobody would learn from the runs"
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("stages.0.perturb={kind='tdiv'}", "perturb 'tdiv' needs teachers, but the recipe has none"),
+        ("stages.0.terms.distil={}", "term 'distil' needs teachers, but the recipe has none"),
+        ("stages.0.terms.proxy_end2={}", "term 'proxy_end2' needs teachers, but the recipe has none"),
+    ],
+)
+def test_learning_from_nobody_is_refused(tmp_path, capsys, setting, sentence):
+    found = refused(capsys, "train", "mutual/digits-dnn", "--run", tmp_path / "run", *QUIET, *change(setting))
+    assert found == f"{sentence}; add a [teachers] table"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("stages.0.perturb={kind='fgsm'}", "stages.0.perturb.kind"),
+        ("stages.0.perturb={kind='ods', temperature=0}", "stages.0.perturb.temperature"),
+        ("stages.0.terms.distil.cap=0", "stages.0.terms.distil.cap"),
+        ("stages.0.terms.distil.teachers=all", "stages.0.terms.distil.teachers"),
+        ("teachers.draws=0", "teachers.draws"),
+        ("teachers.runs=[]", "teachers.runs"),
+        ("evaluation.keep=first", "evaluation.keep"),
+        ("peers.0.posterior={kind='rank_one', members=-1}", "members"),
+    ],
+)
+def test_settings_of_distillation_are_refused_by_name(tmp_path, capsys, setting, name):
+    words = ("--run", tmp_path / "run", *QUIET, *change(setting))
+    assert name in refused(capsys, "train", "distillation/digits-resnet8-kd-de4", *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_recipes_that_teach_each_other_are_refused(tmp_path, capsys, monkeypatch, length):
+    probes, begin = [], Learner.__init__
+
+    def counted(self, *rest, **options):
+        probes.append(self)
+        assert len(probes) < 5, "going round and round"
+        begin(self, *rest, **options)
+
+    monkeypatch.setattr(Learner, "__init__", counted)
+    paths = [tmp_path / f"circle{number}.toml" for number in range(length)]
+    for path, other in zip(paths, [*paths[1:], paths[0]]):
+        path.write_text(f'extends = "distillation/digits-resnet8-kd-de4"\nset = ["teachers.runs=[\'{other}\']"]\n')
+    found = refused(capsys, "train", paths[0], "--run", tmp_path / "run", *QUIET)
+    assert "circle" in found
+    assert not (tmp_path / "run").exists()
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+TEXTS = """
+title = "texts"
+data = { name = "DATA", batch_size = 8, text = { tokens = "words", length = 6, buckets = 50 } }
+peers = [{ name = "a", network = "fasttext", posterior = { kind = "point" } }]
+evaluation = { draws = 1 }
+stages = [{ epochs = 1, optimizer = { lr = 0.1 }, terms = { likelihood = {} } }]
+"""
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "news").mkdir()
+    for split in ("train", "test"):
+        with open(tmp_path / "news" / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(
+                [[1 + n % 2, ("goal team win", "bank price fund")[n % 2], "end"] for n in range(24)]
+            )
+    (tmp_path / "texts.toml").write_text(TEXTS.replace("DATA", str(tmp_path / "news")))
+    train(load_recipe(tmp_path / "texts.toml"), tmp_path / "teacher", device="cpu")
+    return tmp_path / "teacher"
+
+
+def test_texts_are_distilled_but_not_perturbed(texts, tmp_path, capsys):
+    words = ("--into", "distillation/kd")
+    for kind in ("gaussian", "ods"):
+        found = distill_refused(capsys, tmp_path, texts, *words, *change(f"stages.0.perturb={{kind='{kind}'}}"))
+        assert found == f"perturb '{kind}' is for images: leave it out for texts"
+    words += ("--run", str(tmp_path / "student"), *QUIET, *change("stages.0.epochs=9"))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["distill", str(texts), *words])
+    assert not end.value.code
+    lines = Run(tmp_path / "student").metrics
+    assert lines[-1]["peers"]["student"]["loss"] < lines[0]["peers"]["student"]["loss"]
+
+
+# ---- the packaged recipes -------------------------------------------------------------------------------------------
+
+RECIPES = [name for name in packaged() if name.startswith("distillation/")]
+# METHODS 4.4: epochs, batch size, weight decay, (alpha, temperature), validation images.
+PAPER = {
+    "cifar10-": (200, 128, 5e-4, (1.0, 4.0), 5000),
+    "cifar100-": (200, 128, 5e-4, (1.0, 4.0), 5000),
+    "tiny-imagenet-": (80, 128, 5e-4, (0.9, 20.0), 10000),
+    "imagenet-": (100, 256, 1e-4, (1.0, 1.0), None),
+}
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) > 50
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_of_distillation_fit_their_teachers(name):
+    recipe = load_recipe(name)
+    if recipe.teachers is None:
+        assert not any({"distil", "proxy_end2"} & set(stage.terms) or stage.perturb for stage in recipe.stages)
+        return
+    known = [load_recipe(source) for source in recipe.teachers.runs]
+    count = sum(1 if peer.posterior.kind == "point" else recipe.teachers.draws for one in known for peer in one.peers)
+    (peer,) = recipe.peers
+    assert peer.network in ("teachers", known[0].peers[0].network)
+    for one in known:
+        assert one.teachers is None
+        assert (one.data.name, one.data.classes) == (recipe.data.name, recipe.data.classes)
+    for stage in recipe.stages:
+        distil = stage.terms.get("distil", {})
+        if distil.get("teachers") == "one_to_one" or (stage.perturb and stage.perturb.kind == "tdiv_sdiv"):
+            assert peer.posterior.kind == "rank_one"
+            assert peer.posterior.members in (count, 0)
+        if stage.perturb and stage.perturb.kind in ("tdiv", "tdiv_sdiv", "bald"):
+            assert count > 1
+        assert {"distil", "proxy_end2"} & set(stage.terms)
+    if (size := name.rpartition("-de")[2]).isdigit():
+        assert count == int(size)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if load_recipe(name).teachers is not None])
+def test_teachers_that_are_trained_first_can_keep_their_best_epoch(name):
+    # They are trained on the student's split.
+    recipe = load_recipe(name)
+    for source in recipe.teachers.runs:
+        assert load_recipe(source).evaluation.keep == "last" or recipe.data.validation
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.split("/")[1].startswith(tuple(PAPER))])
+def test_recipes_have_the_papers_settings(name):
+    key = next(key for key in PAPER if name.split("/")[1].startswith(key))
+    epochs, batch, decay, (alpha, temperature), validation = PAPER[key]
+    recipe = load_recipe(name)
+    (stage,) = recipe.stages
+    if recipe.method in ("rank1", "bayesian_kd"):
+        return  # of no paper
+    assert (stage.epochs, recipe.data.batch_size) == (epochs, batch)
+    wanted = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": decay}
+    assert stage.optimizer.model_dump(include=set(wanted)) == wanted
+    assert (stage.lr_schedule, stage.warmup) == ("cosine", 5)
+    if validation is not None:
+        assert recipe.data.validation == validation
+        assert recipe.evaluation.keep == "best"
+    distil = stage.terms.get("distil")
+    if distil is not None:
+        assert distil["temperature"] == temperature
+        assert distil["weight"] == pytest.approx(alpha)
+        assert stage.terms.get("likelihood", {}).get("weight", 0) == pytest.approx(1 - alpha)
+        assert distil["cap"] == 0.6
+        assert distil["per"] == "batch"
+    if stage.perturb and stage.perturb.kind == "conf_ods":
+        assert stage.perturb.temperature == temperature
+    if recipe.peers[0].posterior.kind == "rank_one":
+        latent = "latentbe" in name
+        found = recipe.peers[0].posterior
+        assert found.scale_gradients
+        assert found.decay_factors == latent
+        assert found.factors == ("ones" if latent else "random")
+        assert found.predicts == ("average" if latent else "members")
+        assert latent or found.spread == 0.5
