@@ -35,7 +35,8 @@ DataRoot = Annotated[
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
 
 
-GOES_ON = {"train": "; --resume goes on from the last checkpoint", "sweep": "; the same command goes on"}
+GOES_ON = dict.fromkeys(("train", "distill", "compress"), "; --resume goes on from the last checkpoint")
+GOES_ON["sweep"] = "; the same command goes on"
 
 
 class Engine(enum.Enum):
@@ -246,6 +247,41 @@ def distill(
     for done in _train_and_show([job], False, as_json, quiet, resume, **how):
         for path in learning.save_networks(done):
             typer.echo(f"one plain network: {path}", err=as_json)
+
+
+@app.command()
+def compress(
+    run: Annotated[Path, typer.Argument(help="A trained run with one peer, or a weights file of a run.")],
+    into: Annotated[str, typer.Option(help="Recipe of the shared weights; a name or TOML file.")] = "sharing/shared",
+    first: Annotated[
+        str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
+    ] = "sharing/stage1",
+    out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe: peers.0.posterior.components=2000.")
+    ] = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
+    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
+    from peerbayes import learning
+
+    weights = learning.weights_of(run)
+    folder = out or weights.parent.with_name(f"{weights.parent.name}-shared")
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    if learning.kind_of(weights) != "mean_field":
+        scaled = folder.with_name(f"{folder.name}-stage1")
+        job = learning.Job(learning.recipe_from(first, weights), scaled, seed)
+        learning.train_jobs([job], resume=scaled.exists(), reporter=_reporter(quiet), **how)
+        weights = learning.weights_of(scaled)
+    job = learning.Job(learning.recipe_from(into, weights, changes), folder, seed)
+    _train_and_show([job], False, as_json, quiet, resume, **how)
 
 
 @app.command()

@@ -194,7 +194,7 @@ def test_the_best_epoch_outlives_an_interruption_at_any_step():
     whole.take_best()
     expected = whole.peers["a"].state()
     assert len(saved) == 28
-    for tensors, about in saved[::3]:
+    for tensors, about in saved[::4]:
         resumed = learning()
         resumed.restore(tensors, json.loads(json.dumps(about)))
         resumed.run()
@@ -277,17 +277,15 @@ def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
     assert record["peers"][0]["accuracy"] == pytest.approx(float(hits.double().mean()), abs=1e-6)
 
 
-def test_a_weights_file_is_one_teacher(teachers, tmp_path, capsys):
+def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     path = teachers.folder / "weights-teacher2.safetensors"
-    change_all = change("stages.0.epochs=1", "peers.0.network=mlp", "data.batch_size=256")
-    words = ("--into", "distillation/kd", "--run", tmp_path / "run", *change_all, *QUIET)
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(word) for word in ("distill", path, *words)])
-    assert not end.value.code
-    found = Run(tmp_path / "run")
-    assert found.recipe.teachers.runs == [str(path.resolve())]
-    network, test = plain_network(found, "mlp")
-    assert_same_prediction(network, found["student"], test.images[:50])
+    recipe = fitted_to_teachers(load_recipe("distillation/latentbe", [f"teachers.runs=['{path}']"]))
+    assert recipe.peers[0].posterior.members == 1
+    data = load_data(recipe)
+    found = build_teachers(Job(recipe, tmp_path / "run"), data, torch.device("cpu"))
+    assert len(found) == 1
+    assert torch.equal(found.posteriors[0].mean, teachers["teacher2"].mean)
+    assert not torch.equal(teachers["teacher1"].mean, teachers["teacher2"].mean)
 
 
 LITTLE = ["stages.0.epochs=2", "stages.0.warmup=0", "data.batch_size=12", "stages.0.optimizer.lr=0.02"]

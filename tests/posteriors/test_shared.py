@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
@@ -26,7 +28,7 @@ def net():
 def book(size=120, components=5, blended=7, outliers=9, seed=0):
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(size, generator=generator)
-    shares = torch.rand(blended, 1, generator=generator)
+    shares = torch.randint(256, (blended, 1), generator=generator) / 255
     return Codebook(
         component=torch.rand(components, 2, generator=generator) * torch.tensor([1.0, 0.2]) + torch.tensor([-0.5, 0.1]),
         cholesky=torch.randn(components, 3, generator=generator) * 0.1,
@@ -81,7 +83,9 @@ def test_draws_have_the_stated_mean_and_variance(sampling):
     outlier, blended = (torch.isin(torch.arange(120), index) for index in (codebook.outlier, codebook.blended))
     label = codebook.label
     if sampling == "mean":
-        variance = torch.where(outlier | blended, posterior.std.detach().double() ** 2, codebook.component[label, 1] ** 2)
+        variance = torch.where(
+            outlier | blended, posterior.std.detach().double() ** 2, codebook.component[label, 1] ** 2
+        )
     if sampling == "cluster":
         variance = torch.where(outlier, variance, codebook.cholesky[label, 0].double() ** 2)
     keep = ~blended if sampling.startswith("cluster") else torch.ones(120, dtype=torch.bool)
@@ -163,7 +167,7 @@ def test_gradients_reach_every_trainable_number_and_are_those_of_differences(sam
 
 
 def test_with_a_component_for_each_weight_it_is_the_mean_field_posterior():
-    field = MeanField(net(), bayesian=lambda name, module: name in ("0.weight", "4.weight"))
+    field = MeanField(net(), bayesian=lambda name, _: name in ("0.weight", "4.weight"))
     codebook = Codebook(
         component=torch.stack([field.mean, field.std], 1).detach(),
         cholesky=torch.zeros(120, 3),
@@ -191,6 +195,38 @@ def test_a_file_gives_the_same_posterior_to_the_last_bit(tmp_path):
     assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
     assert torch.equal(again.kl(), posterior.kl())
     assert {k: v.shape for k, v in again.state().items()} == {k: v.shape for k, v in posterior.state().items()}
+
+
+def test_the_file_begins_with_what_makes_the_mean_network(tmp_path):
+    posterior = Shared(net(), book())
+    posterior.save(tmp_path / "p.safetensors")
+    data = (tmp_path / "p.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    ends = {name: about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"}
+    first = max(end for name, end in ends.items() if name.startswith(("means/", "rest/", "network/")))
+    assert all(end > first for name, end in ends.items() if name.startswith(("scales/", "anchor/")))
+    with safe_open(tmp_path / "p.safetensors", framework="pt") as file:  # any reader of safetensors can open it
+        assert set(file.keys()) == set(ends)
+
+
+def test_without_anchors_the_file_is_smaller_and_predicts_the_same(tmp_path):
+    posterior = Shared(net(), book())
+    with torch.no_grad():
+        posterior.component += 0.01
+    posterior.save(tmp_path / "whole.safetensors")
+    posterior.save(tmp_path / "small.safetensors", anchors=False)
+    whole, small = (Posterior.load(tmp_path / f"{name}.safetensors", net()) for name in ("whole", "small"))
+    assert torch.equal(small.draw(HERE).flat, posterior.draw(HERE).flat)
+    assert torch.equal(whole.kl(), posterior.kl())
+    assert (tmp_path / "small.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("cut", [100, 1000, -40, -1])
+def test_a_file_cut_short_is_one_sentence(cut, tmp_path):
+    Shared(net(), book()).save(tmp_path / "p.safetensors")
+    (tmp_path / "p.safetensors").write_bytes((tmp_path / "p.safetensors").read_bytes()[:cut])
+    with pytest.raises(InputError, match=r"p\.safetensors"):
+        Posterior.load(tmp_path / "p.safetensors", net())
 
 
 def test_a_checkpoint_of_another_codebook_takes_its_place():

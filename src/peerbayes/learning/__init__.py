@@ -1,5 +1,6 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
+from peerbayes.learning.compressing import kind_of, recipe_from, weights_of
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.jobs import How, Loaded, fit, train, train_jobs
@@ -27,14 +28,17 @@ __all__ = [
     "environment",
     "fit",
     "joined",
+    "kind_of",
     "load",
     "load_data",
     "load_recipe",
     "packaged",
+    "recipe_from",
     "recipe_into",
     "restarted",
     "save_networks",
     "sweep",
     "train",
     "train_jobs",
+    "weights_of",
 ]

@@ -13,7 +13,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning.jobs import fit
 from peerbayes.learning.recipe import Recipe, change, load_recipe
 from peerbayes.learning.run import Run
-from peerbayes.posteriors import Point, Posterior, RankOne, storage
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 RECIPE = "distillation/latentbe"
 
@@ -42,18 +42,27 @@ def distill(
     found = [peer for one in teachers for peer in (one.values() if isinstance(one, Run) else [one])]
     if not found:
         raise InputError("there are no teachers to distil")
+    for one in found:
+        if not isinstance(one, Posterior):
+            kind = type(one).__name__
+            raise InputError(f"a teacher is a {kind}, expected a posterior or a run; wrap a network in Point(...)")
     chosen = load_recipe(recipe, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {recipe}: expected one peer and a [teachers] table")
     kind = chosen.peers[0].posterior
+    options = kind.model_dump(exclude={"kind", "members"})
     if kind.kind == "rank_one":
-        options = kind.model_dump(exclude={"kind", "members"})
         draws = chosen.teachers.draws
         members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
         student: Posterior = RankOne(into, members, seed=how.get("seed", 0), name="student", **options)
-    else:
+    elif kind.kind == "mean_field":
+        student = MeanField(into, seed=how.get("seed", 0), name="student", **options)
+    elif kind.kind == "point":
         student = Point(into)
-    device = found[0].device
+    else:
+        raise InputError(f"recipe {recipe}: a student can't be of kind '{kind.kind}'")
+    own = student.device
+    device = own if own.type != "cpu" else found[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     return trained["student"].materialise()
 
@@ -74,9 +83,11 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
 
 
 def save_networks(run: Run) -> list[Path]:
-    """Write each peer's mean weights as a plain network's state dict, beside its posterior; return the files."""
+    """Write each peer that predicts with one network as a plain state dict, beside its posterior; return the files."""
     written = []
     for name in run:
+        if run[name].stochastic:  # its mean weights are not what was judged
+            continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
         storage.write(path, state, {"network": next(p.network for p in run.recipe.peers if p.name == name)})

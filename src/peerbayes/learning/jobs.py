@@ -41,7 +41,7 @@ from peerbayes.learning.sources import (
     untrained_sources,
 )
 from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import Posterior
+from peerbayes.posteriors import Posterior, Shared
 
 Engine = Name | Literal["auto"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -366,6 +366,9 @@ class _Session:
             self._describe()
             if self.loaded.vocabulary is not None:
                 write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
+            accounts = {name: p.account for name, p in self.peers.items() if isinstance(p, Shared) and p.account}
+            if accounts:
+                write_text(self.folder / "sharing.json", json.dumps(accounts, indent=1))
             # The recipe comes last: a folder that has one has the rest.
             write_text(self.folder / "recipe.toml", job.recipe.to_toml())
             self.log.keep_until(step)
@@ -426,18 +429,21 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of another recipe ('{before.title}'), or with other settings")
 
 
+FILES = [
+    "run.json",
+    "metrics.jsonl",
+    "vocabulary.json",
+    "sharing.json",
+    "recipe.toml",
+    "checkpoint-",
+    "weights-",
+    "network-",
+    "lock",
+]
+
+
 def _is_of_a_run(name: str) -> bool:
-    parts = (
-        "run.json",
-        "metrics.jsonl",
-        "vocabulary.json",
-        "recipe.toml",
-        "checkpoint-",
-        "weights-",
-        "network-",
-        ".lock",
-    )
-    return name.lstrip(".").startswith(tuple(part.lstrip(".") for part in parts))
+    return name.lstrip(".").startswith(tuple(FILES))
 
 
 class _MetricsLog:

@@ -288,7 +288,14 @@ class Learner:
         for kind, split in splits.items():
             if split is None or not self.world.is_first:
                 continue
-            log_p, labels = predict_split(self.peers[peer], split, DRAWS_A_LOOK, seed=self.seed, name=peer)[:2]
+            draws = max(DRAWS_A_LOOK, self.peers[peer].members)
+            log_p, labels = predict_split(self.peers[peer], split, draws, seed=self.seed, name=peer)[:2]
+            if bool(log_p.isnan().any()):
+                where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch})"
+                raise TrainingError(
+                    f"predictions of peer '{peer}' became nan at {where}; the last good checkpoint is kept: lower the "
+                    "learning rate"
+                )
             found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
             found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
         return found

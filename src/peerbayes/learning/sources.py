@@ -13,11 +13,12 @@ from peerbayes import networks
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
+from peerbayes.learning.recipe import Shared as SharedOptions
 from peerbayes.learning.run import Run, default_folder, network_inputs
 from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior, RankOne
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 
 DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
 
@@ -37,6 +38,8 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
     if isinstance(source, Job):
         source = _only_weights(Run(source.folder), peer)
     inputs = network_inputs(loaded)
+    if isinstance(peer.posterior, SharedOptions):
+        return _shared(peer, peer.posterior, source, loaded, seed, device)
     start: torch.nn.Module | Path | None = None
     with seeded(Address(seed, peer.name, "initial")):
         network = networks.build(peer.network, inputs)
@@ -49,6 +52,28 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
         return point
     kind = MeanField if peer.posterior.kind == "mean_field" else RankOne
     return kind(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
+
+
+def _shared(
+    peer: Peer, options: SharedOptions, source: Path | None, loaded: Dataset, seed: int, device: torch.device
+) -> Shared:
+    """Build a codebook of a trained mean-field posterior; without one a stand-in."""
+    from peerbayes.sharing import Sharing, gradient_statistic, share
+
+    network = networks.build(peer.network, network_inputs(loaded))
+    how = options.model_dump(include={"sampling", "prior", "prior_std"}) | {"seed": seed, "name": peer.name}
+    if source is None:
+        return Shared(network, **how).to(device)
+    posterior = Posterior.load(source, network).to(device)
+    if not isinstance(posterior, MeanField):
+        raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
+    table = options.model_dump(exclude={"kind", "sampling", "prior", "prior_std"})
+    needed = options.outliers and options.top > 0
+    gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
+    book, account = share(posterior, Sharing(**table), gradient, seed)
+    shared = Shared(network, book, start_from=posterior, **how).to(device)
+    shared.account = account
+    return shared
 
 
 def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
@@ -75,7 +100,7 @@ def source_of(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job |
             f"peer '{peer.name}': start_from '{source}' has peers {', '.join(p.name for p in named.peers)}; "
             "train it, and name one of its weights-*.safetensors files"
         )
-    _refuse_circle(source, peer)
+    _refuse_circle(source)
     return _fitting(source, named, recipe, seed, runs, {"network": peer.network})
 
 
@@ -101,6 +126,7 @@ def teacher_sources(job: Job) -> list[Path | Job]:
         if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
             found.append(path)
         elif source in packaged() or path.is_file():
+            _refuse_circle(source)
             found.append(_fitting(source, load_recipe(source), job.recipe, job.seed, job.folder.parent, {}))
         else:
             raise InputError(f"teacher '{source}' is neither a recipe, a run folder nor a weights file of a run")
@@ -144,7 +170,7 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
             path = path.parent
         known.append(load_recipe(path / "recipe.toml" if path.is_dir() else source))
     count = sum(
-        1 if peer.posterior.kind == "point" else recipe.teachers.draws
+        recipe.teachers.draws if _has_draws(peer) else 1
         for source, found in zip(recipe.teachers.runs, known, strict=True)
         for peer in found.peers
         if not source.endswith(".safetensors") or Path(source).name == f"weights-{peer.name}.safetensors"
@@ -162,6 +188,10 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
     return Recipe.parse(table, f"recipe {recipe.name}")
 
 
+def _has_draws(peer: Peer) -> bool:
+    return peer.posterior.kind != "point" and getattr(peer.posterior, "predicts", "members") == "members"
+
+
 def untrained_sources(job: Job) -> list[Job]:
     """Return the runs that a job needs and that are not there yet: what its peers start from, and its teachers."""
     named = [source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers]
@@ -169,15 +199,16 @@ def untrained_sources(job: Job) -> list[Job]:
     return [source for source in needed if not is_trained(source.folder)]
 
 
-def _refuse_circle(source: str, peer: Peer) -> None:
-    seen, now = [], source
-    while now in packaged() or Path(now).is_file():
-        if now in seen:
-            raise InputError(f"peer '{peer.name}': start_from '{source}' leads back to '{now}'")
-        seen.append(now)
-        now = next((p.start_from for p in load_recipe(now).peers if p.start_from), "")
-        if now.endswith(".safetensors"):
-            return
+def _refuse_circle(source: str, above: tuple[str, ...] = ()) -> None:
+    """Refuse a recipe that needs itself, to start from or as a teacher."""
+    if source in above:
+        raise InputError(f"recipe '{source}' leads back to itself, by way of {' and '.join(above)}: a circle")
+    if source.endswith(".safetensors") or not (source in packaged() or Path(source).is_file()):
+        return
+    recipe = load_recipe(source)
+    needed = [peer.start_from for peer in recipe.peers if peer.start_from is not None]
+    for one in (*needed, *(recipe.teachers.runs if recipe.teachers is not None else ())):
+        _refuse_circle(one, (*above, source))
 
 
 def _only_weights(run: Run, peer: Peer) -> Path:

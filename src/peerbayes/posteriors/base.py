@@ -263,9 +263,13 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: holds a posterior of kind {about.get('kind')!r}, expected {cls.__name__}")
         chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
         posterior = found(network, bayesian=lambda name, _module: name in chosen, **about["options"])
-        posterior.load_state(tensors, str(path))
+        posterior.load_state(posterior.unpacked(tensors, about, str(path)), str(path))
         posterior.seed, posterior.name = about["seed"], about["name"]
         return posterior
+
+    def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return what `load_state` takes, of a file's tensors and description."""
+        return tensors
 
     def _adopt(
         self, source: Mapping[str, Tensor], origin: str, chosen: dict[str, Tensor], others: dict[str, Tensor]

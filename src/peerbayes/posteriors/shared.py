@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
+from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights
 from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.shared_file import SHARES, packed, unpacked
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
@@ -36,7 +39,7 @@ class Codebook:
         label: (n,), the component of each weight; anything for those of the other two classes.
         blended: (E,), weights that mix two components.
         blend_component: (E, 2), which.
-        blend_weight: (E, 2), in which shares; they add up to 1.
+        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 255ths.
         outlier: (O,), weights with a distribution of their own.
         outlier_mean: (O,).
         outlier_std: (O,).
@@ -95,8 +98,11 @@ class Shared(Posterior):
     blend_component: Tensor
     blend_weight: Tensor
     outlier: Tensor
-    anchor_mean: Tensor
-    anchor_std: Tensor
+    anchor_component: Tensor
+    anchor_cholesky: Tensor
+    anchor_outlier: Tensor
+    _prior_mean: Tensor
+    _prior_std: Tensor
     _rows: Tensor
     _count: Tensor
 
@@ -130,6 +136,7 @@ class Shared(Posterior):
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
+        self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
         self.sampling, self.prior, self.prior_std = sampling, prior, prior_std
         self._take(codebook if codebook is not None else _blank(self.layout, sizes, self.rest.device))
 
@@ -139,8 +146,9 @@ class Shared(Posterior):
         self.rest = nn.Parameter(rest)
 
     def _take(self, book: Codebook) -> None:
-        """Take a codebook's tensors; also what anchors the prior."""
+        """Take a codebook's tensors, also as the prior's anchor; sorted as in a file, with shares in 255ths."""
         _check(book, self.layout.size)
+        book = _sorted(book)
         device = self.rest.device
         floats = {"component": book.component, "cholesky": book.cholesky, "outlier_mean": book.outlier_mean}
         floats["outlier_rho"] = _inverse_softplus(book.outlier_std)
@@ -151,18 +159,13 @@ class Shared(Posterior):
             self.register_buffer(name, getattr(book, name).to(device, torch.int64))
         self.register_buffer("blend_component", book.blend_component.to(device, torch.int32))
         self.register_buffer("blend_weight", book.blend_weight.to(device, torch.float32))
+        for name, source in ANCHORS.items():
+            self.register_buffer(name, getattr(self, source).detach().clone())
         self._index()
-        with torch.no_grad():
-            mean, variance = self._marginals()
-            own = torch.full_like(self.outlier_mean, self.prior_std)
-            std = torch.cat([variance[: len(mean) - len(own)].sqrt(), own])
-            if self.prior == "normal":
-                mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
-        self.register_buffer("anchor_mean", mean.clone())
-        self.register_buffer("anchor_std", std.clone())
 
+    @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row of `_table` each weight has, and how many weights each row has."""
+        """Work out which row of `_table` each weight has, how many weights each row has, and its prior."""
         components, blended = len(self.component), len(self.blended)
         rows = self.label.long()
         device = rows.device
@@ -172,16 +175,28 @@ class Shared(Posterior):
         self.register_buffer("_rows", rows, persistent=False)
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
         self.register_buffer("_count", count, persistent=False)
+        own = torch.cat([self.anchor_component, self.anchor_cholesky], 1)
+        table = torch.cat([own, self._mixed(own)])
+        mean, std = table[:, 0], table[:, 1:].square().sum(1).sqrt()
+        mean = torch.cat([mean, self.anchor_outlier])
+        std = torch.cat([std, torch.full_like(self.anchor_outlier, self.prior_std)])
+        if self.prior == "normal":
+            mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
+        self.register_buffer("_prior_mean", mean, persistent=False)
+        self.register_buffer("_prior_std", std, persistent=False)
 
     # ---- a row for each component, blended weight and outlier -----------------------------------------------------
 
     def _table(self) -> Tensor:
         """Return m, s, a, b, c of every row, (R, 5)."""
         own = torch.cat([self.component, self.cholesky], 1)
-        mixed = (self.blend_weight[:, :, None] * own[self.blend_component.long()]).sum(1)
         zero = torch.zeros_like(self.outlier_mean)
         single = torch.stack([self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero], 1)
-        return torch.cat([own, mixed, single])
+        return torch.cat([own, self._mixed(own), single])
+
+    def _mixed(self, own: Tensor) -> Tensor:
+        """Return what blended weights mix of components' parameters (K, 5), shape (E, 5)."""
+        return (self.blend_weight[:, :, None] * own[self.blend_component.long()]).sum(1)
 
     def _marginals(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of every row, (R,) each: m, and s² + a² + b² + c²."""
@@ -280,7 +295,7 @@ class Shared(Posterior):
 
     def _kl_by_row(self) -> Tensor:
         mean, variance = self._marginals()
-        return gaussian_kl(mean, variance.sqrt(), self.anchor_mean, self.anchor_std)
+        return gaussian_kl(mean, variance.sqrt(), self._prior_mean, self._prior_std)
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +323,19 @@ class Shared(Posterior):
             "weights": list(self.layout.shapes),
         }
 
+    def save(self, path: str | Path, anchors: bool = True) -> None:
+        """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone."""
+        tensors, coded = packed(self, anchors)
+        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name, "coded": coded}
+        storage.write(Path(path), tensors, about, in_order=True)
+
+    def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:
+        """Return what `load_state` takes, of a file's tensors and description."""
+        try:
+            return unpacked(tensors, about, self.layout.sizes)
+        except InputError as error:
+            raise InputError(f"{origin}: {error}") from None
+
     def flat_tensors(self) -> dict[str, Tensor]:
         """Return nothing: no tensor is laid out like the weights, but for the labels."""
         return {}
@@ -318,7 +346,7 @@ class Shared(Posterior):
         return parts | super().state()
 
     def _book(self) -> dict[str, Tensor]:
-        names = ("component", "cholesky", "outlier_mean", "outlier_rho", *PLACES, "anchor_mean", "anchor_std")
+        names = ("component", "cholesky", "outlier_mean", "outlier_rho", *PLACES, *ANCHORS)
         return {name: getattr(self, name) for name in names}
 
     @torch.no_grad()
@@ -337,6 +365,7 @@ class Shared(Posterior):
         self._index()
 
 
+ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}
 PLACES = ("label", "blended", "blend_component", "blend_weight", "outlier")
 
 
@@ -377,6 +406,20 @@ def _check(book: Codebook, size: int, origin: str = "codebook") -> None:
         raise InputError(f"{origin}: names a weight that is not among the {size}")
     if len(places.unique()) < len(places):
         raise InputError(f"{origin}: a weight is blended or an outlier twice")
+
+
+def _sorted(book: Codebook) -> Codebook:
+    place, turn = book.outlier.argsort(), book.blended.argsort()
+    share = (book.blend_weight[turn, 0].float() * SHARES).round()
+    return replace(
+        book,
+        blended=book.blended[turn],
+        blend_component=book.blend_component[turn],
+        blend_weight=torch.stack([share / SHARES, (SHARES - share) / SHARES], 1),
+        outlier=book.outlier[place],
+        outlier_mean=book.outlier_mean[place],
+        outlier_std=book.outlier_std[place],
+    )
 
 
 def _inverse_softplus(values: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
+DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` so that a reader sees the old file or the new one, also after a power cut."""
@@ -52,8 +54,11 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both."""
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], in_order: bool = False) -> None:
+    """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both.
+
+    With ``in_order`` they lie in the file in the order given, which must keep each at a multiple of its item size.
+    """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, given in tensors.items():
@@ -62,7 +67,27 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
         plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     text = json.dumps(about, sort_keys=True)
-    write_bytes(path, _ordered(save(plain, {"peerbayes": text, "digest": _digest(plain, text)})))
+    metadata = {"digest": _digest(plain, text), "peerbayes": text}
+    write_bytes(path, _laid_out(plain, metadata) if in_order else _ordered(save(plain, metadata)))
+
+
+def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    parts, place = [], 0
+    for name, tensor in tensors.items():
+        assert place % tensor.element_size() == 0, name
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        shape, ends = list(tensor.shape), [place, place + len(data)]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": ends}
+        parts.append(data)
+        place = ends[1]
+    return b"".join([_head(header), *parts])
+
+
+def _head(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 def _ordered(data: bytes) -> bytes:
@@ -70,9 +95,7 @@ def _ordered(data: bytes) -> bytes:
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(data)[end:]])
+    return b"".join([_head(header), memoryview(data)[end:]])
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

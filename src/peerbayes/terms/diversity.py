@@ -107,6 +107,11 @@ def feature_diversity(
     """
 
     def apart(other: str) -> Tensor:
+        if step.members(other) != step.members(peer):
+            raise InputError(
+                f"term 'feature_diversity' compares rows, but peer '{peer}' has {step.members(peer)} members and "
+                f"'{other}' {step.members(other)}"
+            )
         if distance == "kernel_kl":
             found = divergences.kernel_kl(conditional(other), conditional(peer))
         else:

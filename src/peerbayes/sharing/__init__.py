@@ -1,0 +1,26 @@
+"""Sharing: the weights of a Bayesian network as a small codebook of Gaussians in the plane of (mean, deviation)."""
+
+from peerbayes.sharing.build import Sharing, gradient_statistic, share, shared_weights
+from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
+from peerbayes.sharing.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
+from peerbayes.sharing.merging import merge
+from peerbayes.sharing.outliers import blends, outliers
+
+__all__ = [
+    "Components",
+    "Sharing",
+    "blends",
+    "components_of",
+    "em",
+    "gradient_statistic",
+    "kmeans",
+    "log_density",
+    "mahalanobis",
+    "merge",
+    "merged",
+    "nearest",
+    "outliers",
+    "share",
+    "shared_weights",
+    "wasserstein2",
+]

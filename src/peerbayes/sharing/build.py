@@ -1,0 +1,193 @@
+"""From a mean-field posterior to a codebook: outliers, components, merging, blending."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peerbayes.data import Split, to_unit
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+from peerbayes.posteriors import Codebook, MeanField
+from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.shared import conv_and_linear_weights
+from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
+from peerbayes.sharing.gaussians import Components
+from peerbayes.sharing.merging import merge
+from peerbayes.sharing.outliers import blends, outliers
+
+MOST = 6000  # components, where no number is given
+MEMBERS = 50  # inliers a component, then
+BATCH = 1 << 16  # points of a step of expectation-maximisation
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a codebook is made; see the recipe's posterior of kind ``shared``."""
+
+    components: int = 0
+    threshold: float = 0.2
+    top: float = 0.01
+    smallest: int = 20
+    outliers: bool = True
+    blend: bool = True
+    em_steps: int = 0
+    merge: dict[str, Any] = field(default_factory=dict)
+
+
+def shared_weights(posterior: MeanField) -> tuple[Layout, Tensor, Tensor]:
+    """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
+    modules = dict(posterior.network.named_modules())
+    names = [
+        name
+        for name in posterior.layout.shapes
+        if conv_and_linear_weights(name, modules.get(name.rpartition(".")[0], nn.Identity()))
+    ]
+    if not names:
+        raise InputError("the posterior has no weights of convolutions or linear layers to share")
+    layout = Layout({name: posterior.layout.shapes[name] for name in names})
+    views = [posterior.layout.views(flat.detach()) for flat in (posterior.mean, posterior.std)]
+    mean, std = (layout.flatten({name: view[name] for name in names}) for view in views)
+    return layout, mean, std
+
+
+def share(
+    posterior: MeanField, options: Sharing, gradient: Tensor | None, seed: int = 0
+) -> tuple[Codebook, dict[str, Any]]:
+    """Make a codebook of a mean-field posterior's weights; return it with an account of what was done.
+
+    Args:
+        posterior: trained, on any device; it is not changed.
+        options: thresholds and numbers.
+        gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None where it does not count.
+        seed: of the clustering.
+    """
+    clock, seconds = time.perf_counter(), dict[str, float]()
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        if mean.device.type == "cuda":
+            torch.cuda.synchronize(mean.device)
+        seconds[name], clock = round(time.perf_counter() - clock, 3), time.perf_counter()
+
+    layout, mean, std = shared_weights(posterior)
+    if not bool((std > 0).all()):
+        raise InputError("scales of the posterior have collapsed to 0, expected positive numbers; train it again")
+    none = torch.zeros(layout.size, dtype=torch.bool, device=mean.device)
+    alone = (
+        outliers(mean, gradient=gradient, threshold=options.threshold, top=options.top) if options.outliers else none
+    )
+    by_rule = int(alone.sum())
+    lap("outliers")
+
+    points = torch.stack([mean, std], 1).double()
+    inside = (~alone).nonzero()[:, 0]
+    count = options.components or max(1, min(MOST, len(inside) // MEMBERS))
+    if count > len(inside):
+        raise InputError(f"components is {count}, but there are only {len(inside)} weights that are no outliers")
+    centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
+    labels = nearest(points[inside], centres)[:, 0]
+    found = components_of(points[inside], labels, count)
+    lap("clustering")
+    if options.em_steps:
+        found = em(points[inside], found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
+        labels = nearest(points[inside], found.mean)[:, 0]
+        lap("em")
+
+    small = found.count < (max(1, options.smallest) if options.outliers else 1)
+    few = small[labels]
+    alone[inside[few]] = True
+    inside, labels = inside[~few], labels[~few]
+    found, labels = _kept(found, ~small, labels)
+    if not len(found.mean):
+        raise InputError(f"every component has fewer than {options.smallest} weights; ask for fewer than {count}")
+    log: dict[str, Any] = {}
+    if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
+        spread = found.covariance[:, 0, 0]
+        own = None if gradient is None else _by_component(gradient[inside], labels, len(found.mean))
+        found, mapping, log = merge(found, gradient=own, spread=spread, **options.merge)
+        labels = mapping[labels]
+    lap("merging")
+
+    place = torch.empty(0, dtype=torch.int64, device=mean.device)
+    pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
+    if options.blend and len(found.mean) > 1:
+        place, pair, weight = blends(points[inside], labels, found)
+        place = inside[place]
+    lap("blending")
+    whole = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
+    whole[inside] = labels
+    single = alone.nonzero()[:, 0]
+    book = Codebook(
+        found.mean.float(),
+        _cholesky(found.covariance).float(),
+        whole,
+        place,
+        pair,
+        weight.float(),
+        single,
+        mean[single],
+        std[single],
+    )
+    account = {
+        "weights": layout.size,
+        "components": len(found.mean),
+        "components_at_first": count,
+        "outliers": len(single),
+        "outliers_by_rule": by_rule,
+        "outliers_of_small_components": len(single) - by_rule,
+        "blended": len(place),
+        "merging": log,
+        "seconds": seconds,
+    }
+    return book, account
+
+
+def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:
+    numbers = keep.long().cumsum(0) - 1
+    kept = Components(components.mean[keep], components.covariance[keep], components.count[keep])
+    return kept, numbers[labels]
+
+
+def _by_component(values: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return |Σ_i values_i| over the members of each component: the size of its centre's gradient, at most."""
+    order = torch.argsort(labels, stable=True)
+    lengths = torch.bincount(labels, minlength=count)
+    return torch.segment_reduce(values[order].double(), "sum", lengths=lengths)
+
+
+def _cholesky(covariance: Tensor) -> Tensor:
+    """Return a, b, c of [[a, 0], [b, c]], (K, 3), for covariances (K, 2, 2)."""
+    a = covariance[:, 0, 0].clamp_min(0).sqrt()
+    b = torch.where(a > 0, covariance[:, 0, 1] / torch.where(a > 0, a, 1.0), 0.0)
+    c = (covariance[:, 1, 1] - b.square()).clamp_min(0).sqrt()
+    return torch.stack([a, b, c], 1)
+
+
+def gradient_statistic(posterior: MeanField, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
+    """Return the mean over batches of an epoch of |∂ CE / ∂ μ_i| for the weights to be shared, (n,), one draw a batch.
+
+    Batch-norm runs with its running statistics; nothing of the posterior changes.
+    """
+    layout, _, _ = shared_weights(posterior)
+    total = torch.zeros(posterior.layout.size, device=posterior.device)
+    modes = {module: module.training for module in posterior.modules()}
+    posterior.eval()
+    address = Address(seed, posterior.name, "gradient statistic")
+    parts = torch.arange(len(split)).split(batch_size)
+    try:
+        for number, index in enumerate(parts):
+            images, labels = split.batch(index, posterior.device)
+            loss = F.cross_entropy(posterior(to_unit(images), posterior.draw(address.at(number))), labels)
+            (gradient,) = torch.autograd.grad(loss, posterior.mean)
+            total += gradient.abs()
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    views = posterior.layout.views(total / len(parts))
+    return layout.flatten({name: views[name] for name in layout.shapes})
