@@ -39,13 +39,13 @@ def distill(
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
         how: what `fit` takes besides.
     """
-    found = [peer for one in teachers for peer in (one.values() if isinstance(one, Run) else [one])]
+    found: list[Any] = [peer for one in teachers for peer in (one.values() if isinstance(one, Run) else [one])]
     if not found:
         raise InputError("there are no teachers to distil")
     for one in found:
         if not isinstance(one, Posterior):
-            kind = type(one).__name__
-            raise InputError(f"a teacher is a {kind}, expected a posterior or a run; wrap a network in Point(...)")
+            name = type(one).__name__
+            raise InputError(f"a teacher is a {name}, expected a posterior or a run; wrap a network in Point(...)")
     chosen = load_recipe(recipe, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {recipe}: expected one peer and a [teachers] table")

@@ -121,7 +121,8 @@ def merged(first: Components, second: Components, rule: Rule = "moment") -> Comp
       ``Σ = ¼[Σ₁ + Σ₂ + (Σ₁Σ₂)^½ + (Σ₂Σ₁)^½]``.
     - ``"average"``: ``m = ½(m₁ + m₂)``, ``Σ = ½(Σ₁ + Σ₂)``.
     - ``"eq6"``: ``m = ½(m₁ + m₂)``, ``Σ = ½(Σ₁ + Σ₂) + ⅛ δδᵀ + ½(Σ₁^½ Σ₂ Σ₁^½)^½``, as published. It is neither of
-      the first two: two equal Gaussians become one with 1.5 Σ, so repeated merges inflate. For comparison only.
+      the first two: two equal Gaussians become one with 1.5 Σ, so repeated merges inflate, and it depends on which one
+      is the first. For comparison only.
 
     Args:
         first: K components.

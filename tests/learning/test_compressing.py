@@ -1,0 +1,153 @@
+"""From a trained network to shared weights, on the command line and as recipes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import peerbayes as pb
+from peerbayes import cli
+from peerbayes.learning import load_recipe, train
+from peerbayes.learning.run import load_data
+from peerbayes.posteriors import MeanField, Shared
+from peerbayes.sharing import Sharing, gradient_statistic, share, shared_weights
+
+QUIET = ("--quiet", "--device", "cpu")
+
+
+def run_command(words):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 0
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("field")
+    changes = ["peers.0.start_from=DNN", "stages.0.epochs=1"]
+    dnn = train(load_recipe("sharing/digits-resnet8-dnn", ["stages.0.epochs=4"]), folder / "dnn", device="cpu")
+    changes[0] = f"peers.0.start_from={dnn.folder}"
+    return train(load_recipe("sharing/digits-resnet8-stage1", changes), folder / "stage1", device="cpu")
+
+
+def test_every_weight_has_one_class_and_keeps_its_distribution_nearly(field):
+    posterior = field["net"]
+    layout, mean, std = shared_weights(posterior)
+    book, account = share(posterior, Sharing(top=0.0), None)
+    classes = torch.zeros(layout.size, dtype=torch.int64)
+    classes[book.blended] += 1
+    classes[book.outlier] += 1
+    assert classes.max() == 1
+    assert account["outliers"] + account["blended"] + int((classes == 0).sum()) == layout.size == account["weights"]
+    assert torch.equal(book.outlier_mean, mean[book.outlier])
+    assert (mean[book.outlier].abs() > 0.2).float().mean() > 0.5
+    shared = Shared(field._network("net"), book)
+    inlier = torch.ones(layout.size, dtype=torch.bool)
+    inlier[book.outlier] = False
+    gap = (shared.mean - mean)[inlier].square() + (shared.std - std)[inlier].square()
+    assert gap.mean().sqrt() < 0.02 * mean[inlier].std()  # the quantisation of (mean, scale), in W₂
+
+
+def test_without_outliers_and_blends_there_are_none(field):
+    book, account = share(field["net"], Sharing(outliers=False, blend=False, components=50), None)
+    assert len(book.outlier) == len(book.blended) == account["outliers"] == account["blended"] == 0
+
+
+def test_the_same_seed_gives_the_same_codebook(field):
+    first, second = (share(field["net"], Sharing(top=0.0), None)[0] for _ in range(2))
+    assert torch.equal(first.component, second.component)
+    assert torch.equal(first.label, second.label)
+
+
+def test_the_gradient_statistic_is_the_mean_size_of_the_gradient(field):
+    posterior, split = field["net"], load_data(field.recipe).train
+    posterior.eval()
+    found = gradient_statistic(posterior, split, batch_size=len(split))
+    images, labels = split.batch(torch.arange(len(split)), torch.device("cpu"))
+    weights = posterior.draw(pb.Address(0, posterior.name, "gradient statistic", 0))
+    loss = torch.nn.functional.cross_entropy(posterior(images, weights), labels)
+    (gradient,) = torch.autograd.grad(loss, posterior.mean)
+    views = posterior.layout.views(gradient.abs())
+    layout, _, _ = shared_weights(posterior)
+    expected = layout.flatten({name: views[name] for name in layout.shapes})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
+
+
+def test_compress_from_the_command_line_makes_a_smaller_file_that_predicts_the_same(field, tmp_path, capsys):
+    words = ["compress", str(field.folder), "--run", str(tmp_path / "shared"), "--set", "stages.0.epochs=1", *QUIET]
+    run_command(words)
+    assert "shared" in capsys.readouterr().out
+    run = pb.load(tmp_path / "shared")
+    assert isinstance(run["net"], Shared)
+    small, large = run.weights_file("net").stat().st_size, field.weights_file("net").stat().st_size
+    assert small < 0.4 * large
+    account = json.loads((tmp_path / "shared" / "sharing.json").read_text())["net"]
+    assert account["components"] == len(run["net"].component)
+    data = load_data(field.recipe).test
+    images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
+    before, after = ((p.predict(images, 20).classes == labels).float().mean() for p in (field["net"], run["net"]))
+    assert after > before - 0.02
+
+
+def test_compress_of_a_point_trains_scales_first(field, tmp_path, capsys):
+    dnn = field.folder.parent / "dnn"
+    first = tmp_path / "first.toml"
+    first.write_text('extends = "sharing/stage1"\nset = ["stages.0.epochs=1"]\n')
+    words = ["--first", str(first), "--set", "stages.0.epochs=1", *QUIET]
+    run_command(["compress", str(dnn), "--run", str(tmp_path / "shared"), *words])
+    capsys.readouterr()
+    assert isinstance(pb.load(tmp_path / "shared-stage1")["net"], MeanField)
+    assert isinstance(pb.load(tmp_path / "shared")["net"], Shared)
+
+
+def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=2"]
+    recipe = load_recipe("sharing/digits-resnet8-shared", changes)
+    whole = train(recipe, tmp_path / "whole", device="cpu")
+
+    class Stop(Exception):
+        pass
+
+    class Reporter(pb.learning.Reporter):
+        def epoch(self, line):
+            if line["epoch"] == 2:
+                raise Stop
+
+    with pytest.raises(Stop):
+        train(recipe, tmp_path / "cut", device="cpu", reporter=Reporter(), checkpoint_every=5)
+    again = train(recipe, tmp_path / "cut", device="cpu", resume=True)
+    assert whole.weights_file("net").read_bytes() == again.weights_file("net").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("peers.0.posterior.components=1000000", "components is 1000000, but there are only"),
+        ("peers.0.posterior.merge.rule=mean", "peers.0.posterior.merge.rule"),
+        ("peers.0.posterior.sampling=some", "peers.0.posterior.sampling"),
+    ],
+)
+def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, capsys, change, sentence):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["compress", str(field.folder), "--run", str(tmp_path / "x"), "--set", change, *QUIET])
+    assert error.value.code == 2
+    found = capsys.readouterr().err
+    assert sentence in found
+    assert len(found.strip().splitlines()) == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_point_can_not_be_shared_directly(field, tmp_path):
+    recipe = load_recipe("sharing/digits-resnet8-shared", [f"peers.0.start_from={field.folder.parent / 'dnn'}"])
+    with pytest.raises(pb.InputError, match="holds a point posterior; expected a mean_field one"):
+        train(recipe, tmp_path / "x", device="cpu")
+
+
+def test_collapsed_scales_are_refused(field):
+    posterior = pb.load(field.folder)["net"]
+    with torch.no_grad():
+        posterior.rho.fill_(-200)
+    with pytest.raises(pb.InputError, match="collapsed to 0"):
+        share(posterior, Sharing(), None)
