@@ -21,6 +21,7 @@ ROOMS = [
     "networks",
     "data",
     "posteriors",
+    "sharing",
     "evaluation",
     "terms",
     "learning",

@@ -9,12 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peerbayes import data, divergences, evaluation, learning, networks, noise, posteriors, reporting, terms
+    from peerbayes import (
+        data,
+        divergences,
+        evaluation,
+        learning,
+        networks,
+        noise,
+        posteriors,
+        reporting,
+        sharing,
+        terms,
+    )
     from peerbayes.errors import InputError
     from peerbayes.learning import Recipe, Run, distill, fit, load, load_recipe, train
     from peerbayes.networks import network
     from peerbayes.noise import Address
-    from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, RankOne, Weights
+    from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, RankOne, Shared, Weights
     from peerbayes.reporting import evaluate
     from peerbayes.terms import Step, term
 
@@ -28,6 +39,7 @@ _HOMES = {
     "Posterior": "posteriors",
     "Prediction": "posteriors",
     "RankOne": "posteriors",
+    "Shared": "posteriors",
     "Recipe": "learning",
     "Run": "learning",
     "Step": "terms",
@@ -41,7 +53,18 @@ _HOMES = {
     "term": "terms",
     "train": "learning",
 }
-_ROOMS = ("data", "divergences", "evaluation", "learning", "networks", "noise", "posteriors", "reporting", "terms")
+_ROOMS = (
+    "data",
+    "divergences",
+    "evaluation",
+    "learning",
+    "networks",
+    "noise",
+    "posteriors",
+    "reporting",
+    "sharing",
+    "terms",
+)
 
 __all__ = [
     "Address",
@@ -53,6 +76,7 @@ __all__ = [
     "RankOne",
     "Recipe",
     "Run",
+    "Shared",
     "Step",
     "Weights",
     "data",
@@ -69,6 +93,7 @@ __all__ = [
     "noise",
     "posteriors",
     "reporting",
+    "sharing",
     "term",
     "terms",
     "train",

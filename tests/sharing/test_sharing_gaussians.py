@@ -109,7 +109,8 @@ def test_distance_broadcasts_and_is_float64():
     table = wasserstein2(a.mean[:, None], a.covariance[:, None], b.mean, b.covariance)
     for i in range(4):
         torch.testing.assert_close(
-            table[i], torch.stack([wasserstein2(a.mean[i], a.covariance[i], b.mean[j], b.covariance[j]) for j in range(3)])
+            table[i],
+            torch.stack([wasserstein2(a.mean[i], a.covariance[i], b.mean[j], b.covariance[j]) for j in range(3)]),
         )
     assert wasserstein2(*(t.float() for t in (a.mean, a.covariance, a.mean, a.covariance))).dtype == torch.float64
 
@@ -245,7 +246,8 @@ def test_merging_is_symmetric_and_stays_definite(rule):
     a, b = gaussians(50, 1e-10), gaussians(50, 1e-10, seed=5)
     one, other = merged(a, b, rule), merged(b, a, rule)
     torch.testing.assert_close(one.mean, other.mean, rtol=1e-12, atol=1e-20)
-    torch.testing.assert_close(one.covariance, other.covariance, rtol=1e-9, atol=1e-22)
+    if rule != "eq6":  # whose last part depends on the order
+        torch.testing.assert_close(one.covariance, other.covariance, rtol=1e-9, atol=1e-22)
     assert torch.equal(one.covariance, one.covariance.mT)
     assert bool((torch.linalg.eigvalsh(one.covariance) > 0).all())
     assert torch.equal(one.count, a.count + b.count)
@@ -269,9 +271,9 @@ def test_wrong_arguments_are_told():
         merged(a, a.select(torch.tensor([0, 1])))
     with pytest.raises(InputError, match=r"covariance is a torch.float64 tensor of shape \(2, 2, 2\)"):
         Components(a.mean, a.covariance[:2], a.count)
-    with pytest.raises(InputError, match="count is a torch.float32"):
+    with pytest.raises(InputError, match=r"count is a torch\.float32"):
         Components(a.mean, a.covariance, a.count.float())
     with pytest.raises(InputError, match=r"cov_2 is a torch.float64 tensor of shape \(3, 2\): .*\(..., 2, 2\)"):
         wasserstein2(a.mean, a.covariance, a.mean, a.mean)
-    with pytest.raises(InputError, match="points is a torch.int64"):
+    with pytest.raises(InputError, match=r"points is a torch\.int64"):
         log_density(torch.ones(2, dtype=torch.int64), a.mean, a.covariance)

@@ -21,6 +21,8 @@ RIDGE = 1e-12  # on the diagonal of a covariance: far below the 1e-10 of a typic
 _LARGEST = 1e150  # whose square is still finite
 _NARROW, _WIDE = 4, 64  # candidates that are looked at together, at least and at most
 _STRIPS = 0.25  # of the square root of the number of centres, if both axes spread alike
+# Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
+_HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
 
 
 # ---- nearest centres ----------------------------------------------------------------------------------------------
@@ -170,15 +172,17 @@ def kmeans(
     r"""Centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
 
     Seeds are split from one centre, on ``max(batch, 32 K)`` random points: in every round, after two steps of Lloyd,
-    the clusters of which a split gains most (``n_k`` times the largest eigenvalue of their covariance) are split along
-    that axis, half as many as there are. In the plane this starts nearer to the optimum than draws by the squared
-    distance (k-means++, k-means||). Then come ``rounds`` steps on random mini-batches, each of which moves a centre by
-    the sum of its members' offsets over all members it has had, and ``full`` steps of Lloyd on all points. If all
-    points fit into a batch, every step is one of Lloyd, and nothing is random. Offsets are taken from the centre
-    before they are added up.
+    the clusters of which a split gains most, by ``(2/π) n_k λ_k`` with the largest eigenvalue of their covariance, are
+    split along that axis, half as many as there are. In the plane this starts nearer to the optimum than draws by the
+    squared distance (k-means++, k-means||). Then come ``rounds`` steps on random mini-batches, each of which moves a
+    centre by the sum of its members' offsets over all members it has had, and ``full`` steps of Lloyd on all points.
+    If all points fit into a batch, every step is one of Lloyd, and nothing is random. Offsets are taken from the
+    centre before they are added up.
 
-    A centre without members stays where it is in a mini-batch step. In a step of Lloyd it moves to a point far from
-    its centre, the farthest first; if no point is off its centre (fewer distinct points than centres), it stays too.
+    All steps of Lloyd but the last relocate: two centres that are each other's nearest become one where that costs
+    less, ``n_i n_j/(n_i + n_j) ‖c_i − c_j‖²``, than a split elsewhere gains. So does a centre without members, which
+    costs nothing; it stays where it is in a mini-batch and in the last step, and if no split gains anything (fewer
+    distinct points than centres).
 
     Args:
         points: shape ``(n, 2)``.
@@ -221,23 +225,65 @@ def _grown(points: Tensor, count: int) -> Tensor:
     """Return ``count`` centres, split from one: see `kmeans`."""
     centres = points.mean(0, keepdim=True)
     while len(centres) < count:
-        centres = _lloyd(points, centres, 1)
-        labels = nearest(points, centres).squeeze(1)
-        order, size = _by_label(labels, len(centres))
-        x, y = (points - centres[labels])[order].unbind(1)
-        moments = _per(_sums(torch.stack([x, y, x * x, x * y, y * y], 1), size), size)
-        shift = moments[:, :2]
-        centres = centres + shift
-        covariance = _symmetric(moments[:, 2:]) - shift.unsqueeze(2) * shift.unsqueeze(1)
+        centres = _relocated(*_moved(points, centres))
+        size, centres, covariance = _moved(points, centres)
         largest, axis = _longest(covariance)
         more = min(max(1, len(centres) // 2), count - len(centres))
         chosen = (size * largest).argsort(descending=True, stable=True)[:more]
-        # The halves of a Gaussian have their means 0.80 standard deviations off, those of a uniform 0.87.
-        offset = 0.8 * largest[chosen].sqrt().unsqueeze(1) * axis[chosen]
-        halves = centres[chosen] + offset
-        centres[chosen] -= offset
-        centres = torch.cat([centres, halves])
+        lower, upper = _halves(centres[chosen], largest[chosen], axis[chosen])
+        centres = torch.cat([centres.index_put((chosen,), lower), upper])
     return centres
+
+
+def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
+    """Return the centres after steps of Lloyd, all but the last with a relocation."""
+    for left in reversed(range(steps)):
+        size, moved, covariance = _moved(points, centres)
+        if left:
+            moved = _relocated(size, moved, covariance)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres
+
+
+def _moved(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many members each centre has, their mean, and their covariance; a centre without any stays."""
+    labels = nearest(points, centres).squeeze(1)
+    order, size = _by_label(labels, len(centres))
+    x, y = (points - centres[labels])[order].unbind(1)
+    moments = _per(_sums(torch.stack([x, y, x * x, x * y, y * y], 1), size), size)
+    shift = moments[:, :2]
+    return size.double(), centres + shift, _symmetric(moments[:, 2:]) - shift.unsqueeze(2) * shift.unsqueeze(1)
+
+
+def _relocated(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
+    """Return the centres with those that are missed least where they gain most: see `kmeans`."""
+    if len(centres) < 2:
+        return centres
+    largest, axis = _longest(covariance)
+    own = torch.arange(len(centres), device=centres.device)
+    first, second = nearest(centres, centres, 2).unbind(1)
+    other = torch.where(size > 0, torch.where(first == own, second, first), own)
+    share = size / (size + size[other]).clamp_min(1)
+    cost = size[other] * share * (centres - centres[other]).square().sum(1)
+    pair = (other[other] == own) & ((own < other) | (size == 0))
+    cost, free = torch.where(pair, cost, torch.inf).sort(stable=True)
+    gain, split = (_SPLIT_GAIN * size * largest).sort(descending=True, stable=True)
+    better = (cost < gain).nonzero().squeeze(1)
+    free, split = free[better], split[better]
+    busy = torch.zeros_like(own, dtype=torch.bool)
+    busy[free] = busy[other[free]] = True
+    free, split = free[~busy[split]], split[~busy[split]]
+    lower, upper = _halves(centres[split], largest[split], axis[split])
+    joined, weight = other[free], share[free].unsqueeze(1)
+    centres = centres.index_put((joined,), centres[joined] + weight * (centres[free] - centres[joined]))
+    return centres.index_put((torch.cat([split, free]),), torch.cat([lower, upper]))
+
+
+def _halves(centres: Tensor, largest: Tensor, axis: Tensor) -> tuple[Tensor, Tensor]:
+    offset = _HALF * largest.sqrt().unsqueeze(1) * axis
+    return centres - offset, centres + offset
 
 
 def _longest(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,24 +293,6 @@ def _longest(covariance: Tensor) -> tuple[Tensor, Tensor]:
     angle = 0.5 * torch.atan2(covariance[:, 0, 1], half)
     largest = (middle + torch.hypot(half, covariance[:, 0, 1])).clamp_min(0)
     return largest, torch.stack([angle.cos(), angle.sin()], 1)
-
-
-def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
-    for _ in range(steps):
-        labels = nearest(points, centres).squeeze(1)
-        offset = points - centres[labels]
-        order, size = _by_label(labels, len(centres))
-        moved = centres + _per(_sums(offset[order], size), size)
-        empty = (size == 0).nonzero().squeeze(1)
-        if len(empty):
-            square = offset.square().sum(1)
-            far = square.argsort(descending=True, stable=True)[: len(empty)]
-            far = far[square[far] > 0]
-            moved[empty[: len(far)]] = points[far]
-        if torch.equal(moved, centres):
-            break
-        centres = moved
-    return centres
 
 
 def _by_label(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,373 @@
+"""Nearest centres against all distances, k-means and EM against scikit-learn, moments against wider arithmetic."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial import cKDTree
+from sklearn.cluster import KMeans
+from sklearn.datasets import make_blobs
+from sklearn.mixture import GaussianMixture
+
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+from peerbayes.sharing import Components, components_of, em, kmeans, nearest
+from peerbayes.sharing.clustering import RIDGE, _relocated
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(count, spread, seed=0):
+    """(μ, σ) of weights: μ ~ N(0, 0.05²) within ±0.2, σ around 1e-3."""
+    mean = 0.05 * normal(2 * count, seed=seed)
+    return torch.stack([mean[mean.abs() < 0.2][:count], 1e-3 + spread * normal(count, seed=seed + 1)], 1)
+
+
+def all_distances(points, centres):
+    return (points[:, None] - centres).square_().sum(2)
+
+
+def brute(points, centres, count):
+    """The nearest by a stable sort of all distances: of equal ones the lower index."""
+    return all_distances(points, centres).argsort(dim=1, stable=True)[:, :count]
+
+
+def inertia(points, centres):
+    return float((points - centres[nearest(points, centres)[:, 0]]).square().sum())
+
+
+# ---- nearest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [1e-9, 1e-4, 1e-3, 5e-2, 3.0])
+@pytest.mark.parametrize("axes", [[0, 1], [1, 0]])
+def test_nearest_agrees_with_a_tree(spread, axes):
+    points = weights(20000, spread)[:, axes]
+    centres = weights(700, spread, seed=7)[:, axes]
+    expected = cKDTree(centres.numpy()).query(points.numpy(), 5)[1]
+    assert np.array_equal(nearest(points, centres)[:, 0].numpy(), expected[:, 0])
+    assert np.array_equal(nearest(points, centres, 5).numpy(), expected)
+
+
+CASES = {
+    "one centre": (normal(50, 2), normal(1, 2, seed=1)),
+    "two centres": (normal(50, 2), normal(2, 2, seed=1)),
+    "all centres at one place": (normal(50, 2), torch.ones(30, 2).double()),
+    "centres twice": (normal(200, 2), normal(40, 2, seed=1).repeat(2, 1)),
+    "points on centres": (normal(60, 2), normal(60, 2)),
+    "all points at one place": (torch.zeros(50, 2).double(), normal(40, 2, seed=1)),
+    "along x": (normal(200, 2), normal(60, 2, seed=1) * torch.tensor([1.0, 0.0])),
+    "along y": (normal(200, 2), normal(60, 2, seed=1) * torch.tensor([0.0, 1.0])),
+    "diagonal": (normal(200, 2), normal(60, 1, seed=1).expand(60, 2)),
+    "a cross": (normal(300, 2), torch.cat([normal(40, 2, seed=1) * torch.tensor(a) for a in ([1.0, 0.0], [0.0, 1.0])])),
+    "far outside": (1e3 * normal(100, 2), normal(300, 2, seed=1)),
+    "very far outside": (1e12 * normal(100, 2), normal(300, 2, seed=1)),
+    "a grid full of ties": (
+        torch.cartesian_prod(torch.arange(30.0), torch.arange(30.0)).double() / 2,
+        torch.cartesian_prod(torch.arange(12.0), torch.arange(12.0)).double()[
+            torch.randperm(144, generator=torch.Generator().manual_seed(0))
+        ],
+    ),
+    "scales": (normal(300, 2) ** 9, normal(300, 2, seed=1) ** 9),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nearest_is_exact_with_ties_to_the_lower_index(case):
+    points, centres = CASES[case]
+    for count in sorted({1, 2, 7, len(centres)}):
+        if count <= len(centres):
+            assert torch.equal(nearest(points, centres, count), brute(points, centres, count)), count
+
+
+coordinate = st.one_of(st.integers(-3, 3).map(float), st.floats(-1, 1), st.floats(-1e6, 1e6))
+places = st.lists(st.tuples(coordinate, coordinate), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(places, places, st.integers(1, 40))
+def test_nearest_is_exact_for_any_places(points, centres, count):
+    points, centres = torch.tensor(points).double(), torch.tensor(centres).double()
+    count = min(count, len(centres))
+    assert torch.equal(nearest(points, centres, count), brute(points, centres, count))
+
+
+def test_the_count_may_be_more_than_is_looked_at_together():
+    points, centres = normal(40, 2), normal(300, 2, seed=1)
+    assert torch.equal(nearest(points, centres, 300), brute(points, centres, 300))
+
+
+def test_parts_do_not_matter():
+    points, centres = weights(130_000, 5e-2), weights(50, 5e-2, seed=5)
+    found = nearest(points, centres)
+    assert torch.equal(found[110_000:], nearest(points[110_000:], centres))
+    assert torch.equal(found, brute(points, centres, 1))
+
+
+def test_clusters_finer_than_float32_are_told_apart():
+    """Centres 1e-9 apart at 0.2 are one number in float32."""
+    centres = 0.2 + 1e-9 * torch.cartesian_prod(torch.arange(20.0), torch.arange(20.0)).double()
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(nearest(centres[order] + 3e-10, centres)[:, 0], order)
+
+
+def test_no_points_and_absent_centres():
+    centres = normal(10, 2)
+    assert nearest(torch.empty(0, 2), centres, 3).shape == (0, 3)
+    absent = centres.clone()
+    absent[[2, 5]] = torch.nan
+    left = torch.tensor([0, 1, 3, 4, 6, 7, 8, 9])
+    points = normal(100, 2, seed=3)
+    assert torch.equal(nearest(points, absent, 4), left[brute(points, centres[left], 4)])
+
+
+# ---- k-means ------------------------------------------------------------------------------------------------------
+
+
+def plane(kind):
+    if kind == "blobs":
+        return torch.from_numpy(make_blobs(8000, centers=60, cluster_std=0.4, random_state=0)[0])
+    return weights(10000, {"narrow": 1e-4, "wide": 5e-2}[kind])
+
+
+@pytest.mark.parametrize(("kind", "count"), [("narrow", 120), ("wide", 120), ("wide", 12), ("blobs", 60)])
+def test_inertia_is_that_of_scikit_learn(kind, count):
+    points = plane(kind)
+    fits = [KMeans(count, n_init=1, random_state=seed).fit(points.numpy()) for seed in range(3)]
+    expected = np.mean([inertia(points, torch.from_numpy(fit.cluster_centers_)) for fit in fits])
+    assert inertia(points, kmeans(points, count, Address())) < 1.02 * expected
+    assert inertia(points, kmeans(points, count, Address(), batch=4000)) < 1.06 * expected
+
+
+def test_the_centres_are_the_means_of_their_members():
+    points = plane("blobs")[:1000]
+    centres = kmeans(points, 10, Address(), rounds=300)
+    found = components_of(points, nearest(points, centres)[:, 0], 10)
+    torch.testing.assert_close(found.mean, centres, rtol=0, atol=1e-12)
+
+
+def test_scale_and_place_do_not_matter():
+    points = weights(4000, 1e-2)
+    centres = kmeans(points, 40, Address())
+    moved = kmeans(points * 1e-6 + 0.25, 40, Address())
+    assert abs(inertia(points * 1e-6 + 0.25, moved) / (1e-12 * inertia(points, centres)) - 1) < 0.01
+
+
+def test_an_address_is_all_the_randomness():
+    points = weights(5000, 1e-2)
+    first = kmeans(points, 50, Address(3), batch=1000, full=1)
+    torch.manual_seed(1)
+    assert torch.equal(first, kmeans(points, 50, Address(3), batch=1000, full=1))
+    assert not torch.equal(first, kmeans(points, 50, Address(4), batch=1000, full=1))
+    assert not torch.equal(first, kmeans(points, 50, Address(3).sub("other"), batch=1000, full=1))
+
+
+def test_mini_batches_are_running_means():
+    """With one centre every step adds a batch to the mean of all points drawn."""
+    points = normal(5000, 2)
+    centre = kmeans(points, 1, Address(), rounds=40, batch=1000, full=0)
+    assert float((centre - points.mean(0)).norm()) < 4 * (2 / 40000) ** 0.5
+    assert float((kmeans(points, 1, Address(), rounds=0, batch=1000, full=0) - points.mean(0)).norm()) > 1e-3
+    torch.testing.assert_close(kmeans(points, 1, Address(), rounds=0, batch=1000, full=1)[0], points.mean(0))
+
+
+@pytest.mark.parametrize("points", [normal(300, 2), weights(300, 1e-4), normal(300, 1).expand(300, 2) ** 5])
+def test_as_many_centres_as_points(points):
+    found = kmeans(points, 300, Address())
+    assert torch.equal(found[found[:, 0].argsort()], points[points[:, 0].argsort()])
+
+
+def test_fewer_places_than_centres():
+    places = normal(7, 2)
+    points = places[torch.arange(200) % 7]
+    centres = kmeans(points, 20, Address())
+    assert inertia(points, centres) < 1e-28
+    assert bool(centres.isfinite().all())
+    assert torch.equal(kmeans(points[:1].expand(9, 2), 3, Address()), points[:1].expand(3, 2))
+
+
+def test_centres_without_members_move_to_far_points():
+    cluster = 0.01 * normal(500, 2)
+    points = torch.cat([cluster, torch.tensor([[50.0, 0.0], [0.0, 70.0]])])
+    labels = nearest(points, kmeans(points, 3, Address()))[:, 0]
+    assert len({int(labels[0]), int(labels[500]), int(labels[501])}) == 3
+    assert len(labels[:500].unique()) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_relocation_finds_separated_clusters(seed):
+    """Of well separated clusters every one gets its centre, where steps of Lloyd alone would stay with two in one."""
+    points, labels = make_blobs(2000, centers=40, cluster_std=0.003, random_state=seed)
+    expected = sum(((points[labels == k] - points[labels == k].mean(0)) ** 2).sum() for k in range(40))
+    points = torch.from_numpy(points)
+    assert inertia(points, kmeans(points, 40, Address())) < 1.0001 * expected
+    assert inertia(points, kmeans(points, 40, Address(), batch=1000, full=6)) < 1.0001 * expected
+
+
+def test_relocation_moves_what_is_missed_least_to_where_it_gains_most():
+    centres = torch.tensor([[0.0, 0.0], [0.1, 0.0], [5.0, 0.0], [9.0, 9.0], [20.0, 0.0]]).double()
+    size = torch.tensor([30.0, 10.0, 50.0, 0.0, 60.0]).double()
+    covariance = torch.zeros(5, 2, 2).double()
+    covariance[4, 1, 1], covariance[2] = 4.0, 0.1 * torch.ones(2, 2)
+    found = _relocated(size, centres, covariance)
+    half = (2 / math.pi) ** 0.5
+    across = half * 0.2**0.5 / 2**0.5  # the largest eigenvalue is 0.2, along the diagonal
+    # The one without members costs nothing and takes the best split; 0 and 1 are joined in their mean, at 0.075 < 6.4.
+    expected = [[5 + across, across], [0.025, 0.0], [5 - across, -across], [20.0, 2 * half], [20.0, -2 * half]]
+    torch.testing.assert_close(found, torch.tensor(expected).double())
+    still = torch.eye(2).double().expand(5, 2, 2) * 1e-6
+    assert torch.equal(_relocated(size + 1, centres, still), centres)
+
+
+# ---- moments ------------------------------------------------------------------------------------------------------
+
+
+def test_moments_agree_with_numpy():
+    points, labels = normal(500, 2) @ normal(2, 2, seed=1), torch.arange(500) % 7
+    labels[labels == 3] = 2
+    found, unbiased = components_of(points, labels, 7), components_of(points, labels, 7, correction=1)
+    for k in (0, 1, 2, 4, 5, 6):
+        members = points[labels == k].numpy()
+        np.testing.assert_allclose(found.mean[k].numpy(), members.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(
+            found.covariance[k].numpy(), np.cov(members.T, ddof=0) + RIDGE * np.eye(2), rtol=1e-12
+        )
+        np.testing.assert_allclose(unbiased.covariance[k].numpy(), np.cov(members.T) + RIDGE * np.eye(2), rtol=1e-12)
+        assert float(found.count[k]) == len(members)
+    assert float(found.count[3]) == 0
+    assert bool(found.mean[3].isnan().all())
+    assert 3 not in nearest(points, found.mean)
+
+
+def test_variances_of_1e_10_hold_their_digits():
+    """Against 64-bit mantissas: float32, or float64 as E[x²] − E[x]², would fail."""
+    points = torch.tensor([0.19, 1.1e-3]) + normal(6000, 2) @ torch.tensor([[1e-5, 4e-6], [0.0, 5e-6]]).double()
+    labels = torch.arange(6000) % 3
+    found = components_of(points, labels, 3)
+    for k in range(3):
+        members = points[labels == k].numpy().astype(np.longdouble)
+        mean = members.mean(0)
+        expected = (members - mean).T @ (members - mean) / len(members) + RIDGE * np.eye(2, dtype=np.longdouble)
+        np.testing.assert_allclose(found.mean[k].numpy(), mean.astype(float), rtol=3e-16)
+        np.testing.assert_allclose(found.covariance[k].numpy(), expected.astype(float), rtol=1e-12)
+        assert 1e-11 < float(found.covariance[k, 1, 1]) < 1e-10
+
+
+def test_a_single_member_has_the_ridge_alone():
+    found = components_of(torch.tensor([[0.1, 0.2], [0.1, 0.2], [5.0, 5.0]]), torch.tensor([0, 0, 1]), 2, correction=1)
+    assert torch.equal(found.covariance, RIDGE * torch.eye(2).double().expand(2, 2, 2))
+
+
+def test_the_order_of_points_does_not_matter():
+    points, labels = weights(2000, 1e-4), torch.arange(2000) % 11
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(0))
+    one, other = components_of(points, labels, 11), components_of(points[order], labels[order], 11)
+    torch.testing.assert_close(one.covariance, other.covariance, rtol=1e-12, atol=0)
+
+
+# ---- EM -----------------------------------------------------------------------------------------------------------
+
+
+def mixture_of(points, start, steps, ridge):
+    model = GaussianMixture(
+        len(start),
+        max_iter=steps,
+        tol=0.0,
+        reg_covar=ridge,
+        weights_init=(start.count / start.count.sum()).numpy(),
+        means_init=start.mean.numpy(),
+        precisions_init=torch.linalg.inv(start.covariance).numpy(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.fit(points.numpy())
+
+
+def start_of(points, count):
+    return components_of(points, nearest(points, kmeans(points, count, Address(), rounds=3))[:, 0], count)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 15])
+@pytest.mark.parametrize(("kind", "ridge"), [("wide", 1e-6), ("blobs", 1e-3), ("blobs", 1e-12)])
+def test_em_on_all_points_is_that_of_scikit_learn(kind, ridge, steps):
+    points = plane(kind)[:3000]
+    start = start_of(points, 8)
+    found = em(points, start, steps, len(points), Address(), ridge=ridge)
+    expected = mixture_of(points, start, steps, ridge)
+    np.testing.assert_allclose(found.mean.numpy(), expected.means_, rtol=1e-7, atol=1e-10)
+    np.testing.assert_allclose(found.covariance.numpy(), expected.covariances_, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(found.count.numpy() / 3000, expected.weights_, rtol=1e-7)
+
+
+def test_em_at_variances_of_1e_10_is_em_at_variances_of_1():
+    """EM does not depend on the unit; scikit-learn sees the points in a unit in which nothing is small."""
+    small = torch.tensor([0.15, 1e-3]) + 1e-5 * plane("blobs")[:2000]
+    points = (small - small.mean(0)) / 1e-5
+    start, scaled = start_of(small, 6), start_of(points, 6)
+    scaled = components_of(points, nearest(points, (start.mean - small.mean(0)) / 1e-5)[:, 0], 6)
+    start = Components(1e-5 * scaled.mean + small.mean(0), 1e-10 * scaled.covariance, scaled.count)
+    found = em(small, start, 10, len(small), Address(), ridge=1e-13)
+    expected = mixture_of(points, scaled, 10, 1e-3)
+    np.testing.assert_allclose((found.mean - small.mean(0)).numpy() / 1e-5, expected.means_, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.covariance.numpy() * 1e10, expected.covariances_, rtol=1e-5, atol=1e-6)
+
+
+def test_em_on_mini_batches_finds_the_mixture():
+    points = torch.cat([normal(6000, 2), 6 + 0.5 * normal(2000, 2, seed=1)])
+    start = Components(
+        torch.tensor([[1.0, 1.0], [4.0, 5.0]]).double(), torch.eye(2).double().repeat(2, 1, 1), torch.ones(2).double()
+    )
+    found = em(points, start, 60, 500, Address())
+    full = em(points, start, 40, 8000, Address())
+    torch.testing.assert_close(found.mean, full.mean, rtol=0, atol=0.08)
+    torch.testing.assert_close(found.covariance, full.covariance, rtol=0, atol=0.12)
+    torch.testing.assert_close(found.count / 8000, torch.tensor([0.75, 0.25]).double(), rtol=0, atol=0.03)
+    assert abs(float(found.count.sum()) - 8000) < 1e-6
+    again = em(points, start, 60, 500, Address())
+    assert torch.equal(found.mean, again.mean)
+    assert not torch.equal(found.mean, em(points, start, 60, 500, Address(1)).mean)
+
+
+def test_em_in_parts_and_with_absent_components():
+    points = normal(3000, 2)
+    start = components_of(points, nearest(points, normal(2000, 2, seed=3))[:, 0], 2000)  # parts of 2097 points
+    found = em(points, start, 1, 3000, Address(), ridge=1e-3)
+    absent = start.count == 0
+    assert bool(absent.any())
+    assert float(found.count[absent].abs().sum()) == 0
+    assert bool(found.mean[~absent].isfinite().all())
+    np.testing.assert_allclose(float(found.count.sum()), 3000, rtol=1e-12)
+    # The mean over the mixture is the mean of the points, after every step.
+    mean = (found.count[~absent, None] * found.mean[~absent]).sum(0) / 3000
+    torch.testing.assert_close(mean, points.mean(0), rtol=0, atol=1e-12)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_told():
+    points = normal(10, 2)
+    with pytest.raises(InputError, match="count is 11 and there are 10 points"):
+        kmeans(points, 11, Address())
+    with pytest.raises(InputError, match="count is 11 and there are 10 centres: expected 1 to 10"):
+        nearest(points, points, 11)
+    with pytest.raises(InputError, match=r"points is a torch.float64 tensor of shape \(20,\)"):
+        nearest(points.flatten(), points)
+    with pytest.raises(InputError, match="points has entries that are not finite"):
+        nearest(points * torch.nan, points)
+    with pytest.raises(InputError, match="centres has entries that are not finite"):
+        nearest(points, points * torch.inf)
+    with pytest.raises(InputError, match="rounds, full and batch are -1, 4 and 5"):
+        kmeans(points, 2, Address(), rounds=-1, batch=5)
+    with pytest.raises(InputError, match="labels are from 0 to 9: expected 0 to 8"):
+        components_of(points, torch.arange(10), 9)
+    with pytest.raises(InputError, match=r"labels is a torch.int64 tensor of shape \(9,\): expected int64 \(10,\)"):
+        components_of(points, torch.arange(9), 9)
+    with pytest.raises(InputError, match="steps and batch are 1 and 0"):
+        em(points, components_of(points, torch.zeros(10).long(), 1), 1, 0, Address())
