@@ -14,7 +14,7 @@ from sklearn.datasets import make_blobs
 from sklearn.mixture import GaussianMixture
 
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.noise import Address, integers
 from peerbayes.sharing import Components, components_of, em, kmeans, nearest
 from peerbayes.sharing.clustering import RIDGE, _relocated
 
@@ -223,6 +223,15 @@ def test_relocation_moves_what_is_missed_least_to_where_it_gains_most():
     torch.testing.assert_close(found, torch.tensor(expected).double())
     still = torch.eye(2).double().expand(5, 2, 2) * 1e-6
     assert torch.equal(_relocated(size + 1, centres, still), centres)
+    # Joining 0 and 1 costs 30 · 10/40 · 0.1² = 0.075: a little less than a split gains, or a little more.
+    for factor, same in ((1.01, False), (0.99, True)):
+        alone = torch.zeros(5, 2, 2).double()
+        alone[4, 0, 0] = factor * 0.075 * math.pi / 120
+        assert torch.equal(_relocated(size.clamp_min(1), centres, alone), centres) == same
+    # What would gain most is itself one of the two that cost least: they are left alone.
+    still = 1e-6 * torch.eye(2).double().repeat(5, 1, 1)
+    still[1, 0, 0] = 1.0
+    assert torch.equal(_relocated(size + 1, centres, still), centres)
 
 
 # ---- moments ------------------------------------------------------------------------------------------------------
@@ -332,6 +341,27 @@ def test_em_on_mini_batches_finds_the_mixture():
     again = em(points, start, 60, 500, Address())
     assert torch.equal(found.mean, again.mean)
     assert not torch.equal(found.mean, em(points, start, 60, 500, Address(1)).mean)
+
+
+def test_a_step_on_a_mini_batch_averages_moments():
+    points = plane("blobs")
+    start = start_of(points, 5)
+    steps = [start]
+    for step, weight in enumerate((2**-0.6, 3**-0.6)):
+        part = points[integers(Address(7).sub(f"em {step}"), 8000, 900)]
+        part = em(part, steps[-1], 1, 900, Address())
+        parts = [(steps[-1], (1 - weight) / 8000), (part, weight / 900)]
+        count = sum(w * c.count for c, w in parts)
+        mean = sum((w * c.count)[:, None] * c.mean for c, w in parts) / count[:, None]
+        second = sum((w * c.count)[:, None, None] * (c.covariance + outer(c.mean)) for c, w in parts)
+        steps.append(Components(mean, second / count[:, None, None] - outer(mean), 8000 * count))
+    found = em(points, start, 2, 900, Address(7))
+    for name in ("mean", "covariance", "count"):
+        torch.testing.assert_close(getattr(found, name), getattr(steps[-1], name), rtol=1e-9, atol=1e-11)
+
+
+def outer(mean):
+    return mean[:, :, None] * mean[:, None, :]
 
 
 def test_em_in_parts_and_with_absent_components():

@@ -7,7 +7,7 @@ import torch
 
 from peerbayes.errors import InputError
 from peerbayes.sharing import Components, components_of, merge, merged, nearest, wasserstein2
-from peerbayes.sharing.merging import _joined
+from peerbayes.sharing.merging import _joined, _pairs
 
 
 def normal(*shape, seed=0):
@@ -192,6 +192,15 @@ def test_many_at_one_place_become_one():
     assert log["after"] == 1
     assert set(where.tolist()) == {0}
     torch.testing.assert_close(found.covariance, start.covariance[:1])
+
+
+def test_pairs_are_those_of_the_nearest_others():
+    """Also where ties hide a component from its own list."""
+    assert _pairs(torch.ones(5, 2).double(), 1).T.tolist() == [[0, 1], [0, 2], [0, 3], [0, 4]]
+    line = float64([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0], [3.5, 0.0]])
+    assert _pairs(line, 1).T.tolist() == [[0, 1], [2, 3]]
+    assert _pairs(line, 2).T.tolist() == [[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]]
+    assert _pairs(line, 9).shape == (2, 6)
 
 
 def test_one_component_stays():

@@ -334,9 +334,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
     points, labels = points.double()[order], labels[order]
     # From any member: the offsets are then as small as the cluster, and their sum as exact.
     mean = points[(size.cumsum(0) - size).clamp_max(len(points) - 1)]
-    for _ in range(2):
-        offset = points - mean[labels]
-        mean = mean + _per(_sums(offset, size), size)
+    mean = mean + _per(_sums(points - mean[labels], size), size)
     x, y = (points - mean[labels]).unbind(1)
     parts = _per(_sums(torch.stack([x * x, x * y, y * y], 1), size), size - correction)
     mean = torch.where(size.unsqueeze(1) > 0, mean, torch.nan)
