@@ -25,6 +25,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
@@ -54,6 +57,10 @@ class Precision(enum.Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+AsInTrain = Annotated[Engine, typer.Option(help="How steps are run; see train.")]
+PrecisionAsInTrain = Annotated[Precision, typer.Option(help="What networks compute in; see train.")]
 
 
 class Placement(enum.Enum):
@@ -125,12 +132,10 @@ def recipes(
 def train(
     recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names or TOML files of recipes.")],
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    seed: Seed = 0,
     seeds: Seeds = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-    changes: Annotated[
-        list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")
-    ] = [],  # noqa: B006
+    resume: Resume = False,
+    changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: Annotated[
@@ -226,15 +231,13 @@ def distill(
     runs: Annotated[list[Path], typer.Argument(help="Trained runs, or weights files of runs: the teachers.")],
     into: Annotated[str, typer.Option(help="Recipe of the student; a name or TOML file.")] = "distillation/latentbe",
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-    changes: Annotated[
-        list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")
-    ] = [],  # noqa: B006
+    seed: Seed = 0,
+    resume: Resume = False,
+    changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
-    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
-    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -257,15 +260,15 @@ def compress(
         str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
     ] = "sharing/stage1",
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    seed: Seed = 0,
+    resume: Resume = False,
     changes: Annotated[
         list[str], typer.Option("--set", help="Change the recipe: peers.0.posterior.components=2000.")
     ] = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
-    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
-    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -373,8 +376,8 @@ def sweep(
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    engine: Annotated[Engine, typer.Option(help="How steps are run; see train.")] = Engine.auto,
-    precision: Annotated[Precision, typer.Option(help="What networks compute in; see train.")] = Precision.auto,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -9,9 +9,6 @@ from peerbayes.errors import InputError
 from peerbayes.learning.recipe import Recipe, change, load_recipe
 from peerbayes.learning.run import Run
 
-FIRST = "sharing/stage1"  # gives a trained network scales
-RECIPE = "sharing/shared"
-
 
 def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = ()) -> Recipe:
     """Return a recipe of one peer that starts from a trained one, with its network and the data that it has learnt.

@@ -20,13 +20,13 @@ from peerbayes import evaluation, noise, terms
 from peerbayes.data import Dataset, Placement, augment, feed, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import recipe as settings
-from peerbayes.learning.cohort import Cohort, Parts, figure_names, kept_buffers, place_peer
+from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.shares import newly_inert, shares_of
 from peerbayes.learning.stages import StageState, learning_rate
-from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights, predict_split
 
@@ -411,11 +411,11 @@ class Learner:
         return keys
 
     def _try_teachers(self, images: Tensor) -> Tensor | None:
-        teachers, plain = self.cohort.teachers, Parts()
+        teachers = self.cohort.teachers
         if teachers is not None:
             try:
                 with torch.no_grad():
-                    logits = teachers.logits(plain.run_plain, images, teachers.tensors(0), None)
+                    logits = teachers.logits(run_plain, images, teachers.tensors(0), None)
             except (RuntimeError, ValueError, TypeError) as error:
                 why = str(error).strip().splitlines()[0]
                 shape = tuple(images.shape[1:])

@@ -19,7 +19,7 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
 from peerbayes.reporting import alphas as numbers
 from peerbayes.reporting import distilled
-from peerbayes.reporting.figures import COLOURS, draw_heat_map
+from peerbayes.reporting.figures import COLOURS, draw_heat_map, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
@@ -80,20 +80,11 @@ def write_figure(
     return path, found
 
 
-def _panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[list[Any]]]:
-    figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(alpha=0.25, linewidth=0.6)
-    return figure, [list(row) for row in axes]
-
-
 def _wrapped(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
     # Up to three panels a row; those left over in the last row are hidden.
     columns = min(3, count)
-    figure, panels = _panels(math.ceil(count / columns), columns, width, height)
-    places = [axes for row in panels for axes in row]
+    figure, rows = panels(math.ceil(count / columns), columns, width, height)
+    places = [axes for row in rows for axes in row]
     for axes in places[count:]:
         axes.set_visible(False)
     return figure, places[:count]
@@ -128,7 +119,7 @@ def _line(
 
 def divergence(found: Record) -> Figure:
     """Two panels: over p with Q fixed, and over q with P fixed; a line an alpha, the Kullback-Leibler one dashed."""
-    figure, ((left, right),) = _panels(1, 2)
+    figure, ((left, right),) = panels(1, 2)
     fixed = "({:g}, {:g})".format(*found["fixed"])
     for axes, key, letter, title in (
         (left, "over_p", "p", f"Q = {fixed}, P = (p, 1 − p)"),
@@ -180,8 +171,8 @@ def _against_alpha(axes: Any, rows: Sequence[Record], key: str, colour: str, bes
 
 def spread(found: Record) -> Figure:
     """A row a network and data set, a panel a measure: mean and standard error over seeds against alpha."""
-    figure, panels = _panels(len(found["experiments"]), len(found["figures"]), 3.6, 3.2)
-    for row, experiment in zip(panels, found["experiments"], strict=True):
+    figure, rows = panels(len(found["experiments"]), len(found["figures"]), 3.6, 3.2)
+    for row, experiment in zip(rows, found["experiments"], strict=True):
         for axes, key in zip(row, found["figures"], strict=True):
             _against_alpha(axes, experiment["alphas"], key, COLOURS[0])
             axes.set_ylabel(LABELS[key][0])
@@ -193,8 +184,8 @@ def spread(found: Record) -> Figure:
 
 def grid(found: Record) -> Figure:
     """A row a network and data set: heat maps of NLL and accuracy over the weight ψ and alpha, the best outlined."""
-    figure, panels = _panels(len(found["experiments"]), 2, 4.8, 3.6)
-    for row, experiment in zip(panels, found["experiments"], strict=True):
+    figure, rows = panels(len(found["experiments"]), 2, 4.8, 3.6)
+    for row, experiment in zip(rows, found["experiments"], strict=True):
         for axes, key in zip(row, ("nll", "accuracy"), strict=True):
             label, scale = LABELS[key]
             means = np.array([[np.nan if c is None else c["mean"] * scale for c in line] for line in experiment[key]])
@@ -225,8 +216,8 @@ def _epochs(found: Record, columns: Sequence[Sequence[str]]) -> Figure:
     peers = list(dict.fromkeys(s["peer"] for e in found["experiments"] for s in e["series"]))
     looks = dict(zip(titles, _looks(len(titles)), strict=True))
     styles = dict(zip(((peer, key) for peer in peers for key in columns[0]), itertools.cycle(STYLES), strict=False))
-    figure, panels = _panels(len(found["experiments"]), len(columns))
-    for row, experiment in zip(panels, found["experiments"], strict=True):
+    figure, rows = panels(len(found["experiments"]), len(columns))
+    for row, experiment in zip(rows, found["experiments"], strict=True):
         for axes, keys in zip(row, columns, strict=True):
             for series in experiment["series"]:
                 for key in keys:

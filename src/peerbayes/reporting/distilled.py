@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError
-from peerbayes.evaluation import barrier, loss_between
+from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
 from peerbayes.learning import Run, load_data
 from peerbayes.learning.recipe import Kind, Perturb
 from peerbayes.learning.run import pick_device
@@ -22,9 +22,8 @@ from peerbayes.learning.sources import Job, build_teachers
 from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
-from peerbayes.reporting.figures import COLOURS
+from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.records import find_runs
-from peerbayes.terms.distillation import mean_pairwise_kl
 
 Record = dict[str, Any]
 POINTS = tuple(place / 10 for place in range(11))
@@ -102,11 +101,11 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
 @torch.no_grad()
 def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
     logits = torch.stack(teachers.logits(run_plain, images, teachers.tensors(0), None))
-    found = {"teachers": float(mean_pairwise_kl(logits.log_softmax(-1)))}
+    found = {"teachers": pairwise_diversity(logits.log_softmax(-1))}
     if isinstance(student, RankOne) and student.members > 1:
         student.eval()
         own = torch.stack([student(images, student.member(number)) for number in range(student.members)])
-        found["members"] = float(mean_pairwise_kl(own.log_softmax(-1)))
+        found["members"] = pairwise_diversity(own.log_softmax(-1))
     return found
 
 
@@ -128,18 +127,9 @@ def _label(run: Run) -> str:
 # ---- drawn ----------------------------------------------------------------------------------------------------------
 
 
-def _axes(columns: int = 1) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(5.2 * columns, 3.8), dpi=120, layout="constrained")
-    places = [figure.add_subplot(1, columns, number + 1) for number in range(columns)]
-    for axes in places:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
-    return figure, places
-
-
 def draw_line(found: Record) -> Figure:
     """Loss between networks; a line a run, with the height of the barrier."""
-    figure, (axes,) = _axes()
+    figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
     for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
         label = f"{one['label']}: barrier {one['barrier']['mean']:.3g}"
         axes.plot(found["points"], one["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
@@ -153,7 +143,7 @@ def draw_line(found: Record) -> Figure:
 
 def draw_diversity(found: Record) -> Figure:
     """Teachers (dashed) and members (solid) apart over the epochs; a colour a run."""
-    figure, (axes,) = _axes()
+    figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
     for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
         for key, style, who in (("teachers_apart", "--", "teachers"), ("members_apart", "-", "members")):
             if key in one:
@@ -167,7 +157,7 @@ def draw_diversity(found: Record) -> Figure:
 
 def draw_perturbations(found: Record) -> Figure:
     """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
-    figure, places = _axes(2)
+    figure, (places,) = panels(1, 2, 5.2, 3.8)
     for axes, who in zip(places, ("teachers", "members"), strict=True):
         shown: Sequence[Record] = [one for one in found["series"] if who in one["kinds"]["as they are"]]
         for number, one in enumerate(shown):

@@ -51,6 +51,16 @@ def _axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
     return figure, axes
 
 
+def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[list[Any]]]:
+    """Return a figure with a grid of axes, by row."""
+    figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.25, linewidth=0.6)
+    return figure, [list(row) for row in axes]
+
+
 def retention_figure(records: Sequence[Record]) -> Figure:
     """Accuracy of the images kept, against the share kept by lowest disagreement; a band of one standard error."""
     figure, axes = _axes()

@@ -53,6 +53,11 @@ def _other(other: str, loaded: Dataset, root: str | Path | None) -> Split:
     return split
 
 
+def mean_of(log_p: Tensor) -> Tensor:
+    """Return log (1/K) Σ_k p_k for log-probabilities (K, N, C)."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
+
+
 def judge_corrupted(
     predict: Predict, peers: Mapping[str, Posterior], loaded: Dataset, source: str, bins: int
 ) -> dict[str | None, Record]:
@@ -71,9 +76,9 @@ def judge_corrupted(
         assert split.labels is not None
         log_p: dict[str | None, Tensor] = {peer: predict(peers[peer], peer, split) for peer in peers}
         if len(peers) > 1:
-            log_p[None] = torch.stack(list(log_p.values())).logsumexp(0) - math.log(len(peers))
+            log_p[None] = mean_of(torch.stack(list(log_p.values())))
         for peer, values in log_p.items():
-            found.setdefault(peer, {}).setdefault(name, []).append(_figures(values, split.labels, bins))
+            found.setdefault(peer, {}).setdefault(name, []).append(figures_of(values, split.labels, bins))
     return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
 
 
@@ -90,7 +95,8 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
             yield name, ArraySplit(torch.cat(made), labels.cpu())
 
 
-def _figures(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+def figures_of(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return accuracy, NLL and ECE of log-probabilities (N, C)."""
     return {
         "accuracy": evaluation.accuracy(log_p.exp(), labels),
         "nll": evaluation.nll_from_log(log_p, labels),

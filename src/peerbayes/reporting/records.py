@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
-from peerbayes.reporting.outside import judge_corrupted, judge_outside
+from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -169,20 +168,12 @@ def _judge(
 
 def _ensemble(log_p: Tensor, held: Sequence[Tensor | None], loaded: Dataset, bins: int) -> Record:
     """Return the figures of all peers as one, p̄ = (1/K) Σ_k p_k, for log-probabilities (K, N, C)."""
-    mean, labels = _mean_of(log_p), _labels(loaded.test)
-    found: Record = {
-        "accuracy": evaluation.accuracy(mean.exp(), labels),
-        "nll": evaluation.nll_from_log(mean, labels),
-        "ece": evaluation.ece(mean.exp(), labels, bins),
-    }
+    mean, labels = mean_of(log_p), _labels(loaded.test)
+    found = figures_of(mean, labels, bins)
     valid = [one for one in held if one is not None]
     if loaded.validation is not None:
-        found |= _recalibrated(_mean_of(torch.stack(valid)), loaded.validation, mean, labels, bins)
+        found |= _recalibrated(mean_of(torch.stack(valid)), loaded.validation, mean, labels, bins)
     return found
-
-
-def _mean_of(log_p: Tensor) -> Tensor:
-    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def _labels(split: Split) -> Tensor:

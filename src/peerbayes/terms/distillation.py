@@ -64,10 +64,8 @@ def _note_diversity(step: Step, peer: str, members: int) -> None:
 
 def mean_pairwise_kl(log_p: Tensor) -> Tensor:
     """Return 1/(M (M − 1)) Σ_{i≠j} (1/B) Σ_b KL(p_i ‖ p_j) for log-probabilities (M, B, C)."""
-    count, p = len(log_p), log_p.exp()
-    # Σ_ij Σ_c p_i (log p_i − log p_j): the second sum needs Σ_i p_i and Σ_j log p_j alone.
-    own, crossed = (p * log_p).sum((0, -1)) * count, (p.sum(0) * log_p.sum(0)).sum(-1)
-    return (own - crossed).mean() / (count * (count - 1))
+    # As `evaluation.pairwise_diversity`, but a tensor, for which the host need not wait.
+    return (log_p.exp() * (log_p - log_p.mean(0))).sum((0, -1)).mean() / (len(log_p) - 1)
 
 
 def adaptive_weights(targets: Tensor, own: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:
