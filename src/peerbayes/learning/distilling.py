@@ -12,7 +12,7 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.jobs import fit
 from peerbayes.learning.recipe import Recipe, change, load_recipe
-from peerbayes.learning.run import Run
+from peerbayes.learning.run import Run, peers_at
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 RECIPE = "distillation/latentbe"
@@ -73,8 +73,7 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
     if base.teachers is None:
         raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
     table = base.model_dump(exclude_none=True)
-    first = Path(runs[0])
-    teacher = Run(first.parent if first.suffix == ".safetensors" else first)
+    teacher, _ = peers_at(runs[0])
     table["data"] = teacher.recipe.data.model_dump(exclude_none=True)
     table["teachers"]["runs"] = [str(Path(run)) for run in runs]
     for one in changes:

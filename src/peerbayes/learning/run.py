@@ -93,6 +93,16 @@ class Run(Mapping[str, Posterior]):
         return len(self.recipe.peers)
 
 
+def peers_at(path: str | Path) -> tuple[Run, list[str]]:
+    """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
+    path = Path(path).expanduser()
+    run = Run(path.parent if path.suffix == ".safetensors" else path)
+    names = [name for name in run if path in (run.folder, run.weights_file(name))]
+    if not names:
+        raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
+    return run, names
+
+
 CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
 
 

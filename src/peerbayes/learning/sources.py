@@ -14,7 +14,7 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
 from peerbayes.learning.recipe import Shared as SharedOptions
-from peerbayes.learning.run import Run, default_folder, network_inputs
+from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
@@ -141,10 +141,7 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
             found += build_peers(source, loaded, device).values()
             continue
         path = source.folder if isinstance(source, Job) else source
-        run = Run(path.parent if path.suffix == ".safetensors" else path)
-        names = [name for name in run if path in (run.folder, run.weights_file(name))]
-        if not names:
-            raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
+        run, names = peers_at(path)
         _refuse_strangers(run, loaded)
         found += [run[name].to(device) for name in names]
     return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
