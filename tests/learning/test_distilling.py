@@ -230,6 +230,25 @@ def test_compiled_and_eager_steps_of_a_distillation_agree(monkeypatch, kind):
         torch.testing.assert_close(found["compiled"][0][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [None, "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"])
+def test_captured_steps_of_a_distillation_agree_with_eager_ones_on_a_gpu(kind):
+    stage = made_stage(3, 0.05, distil={"teachers": "one_to_one"}) | ({"perturb": {"kind": kind}} if kind else {})
+    whole = made_data()
+    data = replace(whole, train=ArraySplit(whole.train.images.cuda(), whole.train.labels.cuda()))
+    found = {}
+    for name in ("eager", "captured"):
+        given = Teachers([Point(small(1)).cuda(), MeanField(small(2), rho=-2.0).cuda(), Point(small(4)).cuda()])
+        peers, lines = {"a": RankOne(small(3), 3, factors="random", spread=0.3).cuda()}, []
+        learner = Learner(made_recipe(stage), peers, data, 0, teachers=given, engine=name, log=lines.append)
+        learner.run()
+        assert learner.engine.name == name
+        found[name] = peers["a"].state(), lines[-1]["peers"]["a"]["loss"]
+    assert found["captured"][1] == pytest.approx(found["eager"][1], rel=1e-5)
+    for name, tensor in found["eager"][0].items():
+        torch.testing.assert_close(found["captured"][0][name], tensor, rtol=1e-4, atol=1e-6)
+
+
 # ---- one network ----------------------------------------------------------------------------------------------------
 
 

@@ -147,6 +147,7 @@ class Cohort:
         self.teachers = teachers
         self.perturb: Perturbation | None = None
         self.streams: dict[str, torch.cuda.Stream] = {}
+        self._used: dict[str, None] = {}  # names of streams, since a block of `_forked` began; in order
         self.go_plain()
 
     def begin_stage(self, state: StageState, layers: list[str], keys: list[str]) -> None:
@@ -298,10 +299,12 @@ class Cohort:
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:
-        """What the peers' streams do inside the block is done after it."""
+        """What streams of peers and teachers do inside the block is done after it."""
+        self._used.clear()
         yield
-        for stream in self.streams.values():
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+        # Not the others: a capture does not know them yet, and may not wait for what is not a part of it.
+        for name in self._used:
+            torch.cuda.current_stream(self.device).wait_stream(self.streams[name])
 
     @contextlib.contextmanager
     def _own_stream(self, name: str) -> Iterator[None]:
@@ -309,6 +312,7 @@ class Cohort:
             yield
             return
         self.streams[name].wait_stream(torch.cuda.current_stream(self.device))
+        self._used[name] = None
         with torch.cuda.stream(self.streams[name]):
             yield
 
