@@ -420,7 +420,7 @@ def figure(
         str,
         typer.Argument(
             help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
-            "diversity, perturbations."
+            "diversity, perturbations; of all steps that led to a run: pipeline."
         ),
     ],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
@@ -436,6 +436,8 @@ def figure(
     from peerbayes import reporting
 
     path, numbers = reporting.write_figure(name, runs or [], out, by_peer=by_peer, device=device, root=data_root)
+    if name == "pipeline" and not as_json:
+        typer.echo(reporting.pipeline_table(numbers) + "\n")
     typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))
 
 

@@ -183,6 +183,21 @@ def _digits(root: Path, want_train: bool) -> Source:  # noqa: ARG001 (one signat
     )
 
 
+@source("photographs")
+def _photographs(root: Path, want_train: bool) -> Source:  # noqa: ARG001
+    """520 grey patches of scikit-learn's two photographs, as large as its digits: something else than a digit."""
+    if want_train:
+        raise InputError("photographs have no classes to learn: they are there to be told from digits")
+    from sklearn.datasets import load_sample_images
+
+    found = []
+    for photograph in load_sample_images().images:
+        grey = torch.from_numpy(np.asarray(photograph, np.float32)).mean(-1)[None, None]
+        small = torch.nn.functional.avg_pool2d(grey, 4)
+        found.append(torch.nn.functional.unfold(small, 8, stride=8)[0].T.reshape(-1, 1, 8, 8))
+    return Source(None, ArraySplit(torch.cat(found).round().to(torch.uint8)))
+
+
 def _cifar(folder: Path, files: Sequence[str], key: bytes, classes: int) -> ArraySplit:
     images, labels = [], []
     for file in files:

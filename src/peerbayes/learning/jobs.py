@@ -38,6 +38,7 @@ from peerbayes.learning.sources import (
     build_peers,
     build_teachers,
     fitted_to_teachers,
+    unsourced,
     untrained_sources,
 )
 from peerbayes.learning.teachers import Teachers
@@ -279,8 +280,7 @@ def _train_sources(
                 "settings are asked for; train it into a folder of its own"
             )
         # Everything is checked before a source is trained, which may take days.
-        unsourced = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
-        trial = replace(job, recipe=job.recipe.model_copy(update={"peers": unsourced}))
+        trial = unsourced(job)
         data = loaded(job.recipe)
         taught = build_teachers(job, data, device)
         peers = build_peers(trial, data, device)

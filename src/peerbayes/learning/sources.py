@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Po
     }
 
 
+def unsourced(job: Job) -> Job:
+    """Return the job with peers that start from nothing: to try out, before what they start from has been trained."""
+    peers = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
+    return replace(job, recipe=job.recipe.model_copy(update={"peers": peers}))
+
+
 def source_of(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | None:
     """Return what a peer starts from: a file of weights, or the run that makes it."""
     source = peer.start_from
@@ -138,7 +144,7 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
     found: list[Posterior] = []
     for source in teacher_sources(job):
         if isinstance(source, Job) and not is_trained(source.folder):
-            found += build_peers(source, loaded, device).values()
+            found += build_peers(unsourced(source), loaded, device).values()
             continue
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)

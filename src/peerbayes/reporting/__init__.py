@@ -2,6 +2,7 @@
 
 from peerbayes.reporting.curves import write_figure
 from peerbayes.reporting.figures import write_sweep_figure
+from peerbayes.reporting.pipeline import pipeline_table
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
 from peerbayes.reporting.report import report_page
 from peerbayes.reporting.tables import differences, rows, sweep_table, text_table
@@ -11,6 +12,7 @@ __all__ = [
     "differences",
     "evaluate",
     "find_runs",
+    "pipeline_table",
     "report_page",
     "rows",
     "sweep_table",

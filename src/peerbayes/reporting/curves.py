@@ -18,13 +18,13 @@ from matplotlib.ticker import MaxNLocator
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
 from peerbayes.reporting import alphas as numbers
-from peerbayes.reporting import distilled
+from peerbayes.reporting import distilled, pipeline
 from peerbayes.reporting.figures import COLOURS, draw_heat_map, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
-MEASURED = ("flatness", "line", "perturbations")
+MEASURED = ("flatness", "line", "perturbations", "pipeline")
 MARKERS = "os^DvPX"
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
@@ -272,4 +272,5 @@ NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "line": (distilled.line, distilled.draw_line),
     "diversity": (distilled.diversity, distilled.draw_diversity),
     "perturbations": (distilled.perturbations, distilled.draw_perturbations),
+    "pipeline": (pipeline.pipeline, pipeline.draw_pipeline),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
-from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, mean_of
+from peerbayes.reporting.outside import figures_of, judge_corrupted, load_outside, mean_of, told_apart
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -51,7 +50,9 @@ def evaluate(
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
+    others = {other: load_outside(other, loaded, root) for other in outside}
     peers, log_probabilities, held = [], [], []
+    outer: dict[str, list[Tensor]] = {other: [] for other in outside}
 
     def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
         return predict_split(posterior, split, draws, seed=run.seed, name=peer, settle=settle)[0]
@@ -59,11 +60,9 @@ def evaluate(
     for name in run:
         posterior = run[name].to(where)
         found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
-        if outside:
-            found["out_of_distribution"] = {
-                other: judge_outside(functools.partial(predict, posterior, name), log_p, other, loaded, root)
-                for other in outside
-            }
+        for other, split in others.items():
+            outer[other].append(predict(posterior, name, split))
+            found.setdefault("out_of_distribution", {})[other] = told_apart(log_p, outer[other][-1])
         peers.append(found)
         log_probabilities.append(log_p)
         held.append(valid)
@@ -100,6 +99,9 @@ def evaluate(
             "probability_variance": evaluation.probability_variance(stacked),
         }
         record["ensemble"] = _ensemble(stacked, held, loaded, options.ece_bins)
+        for other, theirs in outer.items():
+            told = told_apart(mean_of(stacked), mean_of(torch.stack(theirs)))
+            record["ensemble"].setdefault("out_of_distribution", {})[other] = told
     if corrupted is not None:
         posteriors = {name: run[name].to(where) for name in run}
         bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)

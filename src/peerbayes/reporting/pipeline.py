@@ -1,0 +1,188 @@
+"""What each step on the way to a run costs and keeps: what it started from, its teachers, and the run itself."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import save
+from torch import Tensor
+
+from peerbayes.data import to_unit
+from peerbayes.errors import InputError
+from peerbayes.evaluation import summarise
+from peerbayes.learning import Run, load_data
+from peerbayes.learning.run import peers_at, pick_device
+from peerbayes.learning.sources import Job, source_of, teacher_sources
+from peerbayes.posteriors import Posterior
+from peerbayes.reporting.figures import COLOURS, panels
+from peerbayes.reporting.records import evaluate, find_runs
+from peerbayes.reporting.tables import ENSEMBLE
+
+Record = dict[str, Any]
+IMAGES = 256  # that the time of a prediction is measured on
+REPEATS = 3
+# Heading, factor, digits after the point.
+COLUMNS = {
+    "accuracy": ("ACC", 100.0, 2),
+    "nll": ("NLL", 1.0, 3),
+    "ece": ("ECE", 1.0, 3),
+    "auroc": ("AUROC", 1.0, 3),
+    "bytes": ("KB", 1e-3, 1),
+    "passes": ("passes", 1.0, 0),
+    "microseconds": ("µs/image", 1.0, 1),
+}
+DRAWN = ("accuracy", "nll", "ece", "auroc", "bytes", "microseconds")
+
+
+def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """Return figures of every step that led to each run; see `COLUMNS`.
+
+    Steps are judged on the data sets out of distribution that the last recipe names. What predicts with one plain
+    network is as large as that network, whatever lies in the run beside it. A prediction's time is that of all draws of
+    all peers, the best of some repeats, on this machine.
+    """
+    chains: list[Record] = []
+    for folder in folders:
+        for path in find_runs(folder):
+            run = Run(path)
+            outside = run.recipe.evaluation.out_of_distribution
+            steps = [_judged(step, outside, device, root) for step in _steps(run)]
+            chains.append({"folder": str(path), "seed": run.seed, "outside": outside, "steps": steps})
+    names = [[(step["recipe"], [who["name"] for who in step["who"]]) for step in chain["steps"]] for chain in chains]
+    if any(other != names[0] for other in names):
+        raise InputError("figure pipeline: the runs came about by different steps; draw them one by one")
+    return {"chains": chains}
+
+
+def _steps(run: Run) -> list[Run]:
+    """Return the runs that a run needed, in the order in which they were made, and then itself."""
+    job = Job(run.recipe, run.folder, run.seed)
+    sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
+    found: dict[Path, Run] = {}
+    for source in (*sources, *teacher_sources(job)):
+        if source is None:
+            continue
+        before, _ = peers_at(source.folder if isinstance(source, Job) else source)
+        found |= {step.folder.resolve(): step for step in _steps(before)}
+    return [*found.values(), run]
+
+
+def _judged(run: Run, outside: Sequence[str], device: str, root: str | Path | None) -> Record:
+    loaded = load_data(run.recipe, root, run.vocabulary)
+    record = evaluate(run, out_of_distribution=outside, data=loaded, device=device, root=root)
+    images, _ = loaded.test.batch(torch.arange(min(IMAGES, len(loaded.test))), pick_device(device))
+    who = []
+    for peer in record["peers"]:
+        posterior = run[peer["name"]].to(images.device)
+        passes = record["draws"] if posterior.stochastic else 1
+        who.append(
+            _figures(peer, outside)
+            | {"bytes": _size(run, peer["name"], posterior), "passes": passes}
+            | {"microseconds": _microseconds(posterior, to_unit(images), passes)}
+        )
+    if ENSEMBLE in record:
+        sums = {key: sum(one[key] for one in who) for key in ("bytes", "passes", "microseconds")}
+        who.append(_figures(record[ENSEMBLE] | {"name": ENSEMBLE}, outside) | sums)
+    return {
+        "recipe": run.recipe.name,
+        "title": run.recipe.title,
+        "method": run.recipe.method,
+        "seconds": record["seconds"],
+        "who": who,
+    }
+
+
+def _figures(found: Record, outside: Sequence[str]) -> Record:
+    kept = {key: found[key] for key in ("name", "accuracy", "nll", "ece")}
+    told = [found["out_of_distribution"][name]["auroc"] for name in outside]
+    return kept | {"auroc": sum(told) / len(told) if told else None}
+
+
+def _size(run: Run, name: str, posterior: Posterior) -> int:
+    if posterior.stochastic:
+        return run.weights_file(name).stat().st_size
+    state = {key: tensor.contiguous() for key, tensor in posterior.materialise().state_dict().items()}
+    return len(save(state))
+
+
+def _microseconds(posterior: Posterior, images: Tensor, draws: int) -> float:
+    """Return the time of a prediction, in µs an image."""
+    taken = []
+    for _ in range(1 + REPEATS):  # the first one warms up
+        begun = time.perf_counter()
+        posterior.predict(images, draws).probabilities.sum().item()
+        taken.append(time.perf_counter() - begun)
+    return 1e6 * min(taken[1:]) / len(images)
+
+
+# ---- shown -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(found: Record) -> list[tuple[str, str, dict[str, list[float]]]]:
+    """Return step, who, and the values of each column over the chains."""
+    rows = []
+    for place, step in enumerate(found["chains"][0]["steps"]):
+        for number, who in enumerate(step["who"]):
+            same = [chain["steps"][place]["who"][number] for chain in found["chains"]]
+            values = {key: [one[key] * COLUMNS[key][1] for one in same if one[key] is not None] for key in COLUMNS}
+            rows.append((step["method"], who["name"], {key: some for key, some in values.items() if some}))
+    return rows
+
+
+def pipeline_table(found: Record) -> str:
+    """Return the steps as a table; over several seeds mean ± standard error."""
+    rows = _rows(found)
+    shown = [key for key in COLUMNS if any(key in values for _, _, values in rows)]
+    before = ""
+    lines = [["step", "", *(COLUMNS[key][0] for key in shown)]]
+    for step, who, values in rows:
+        cells = []
+        for key in shown:
+            digits = COLUMNS[key][2]
+            summary = summarise(values[key])
+            error = "" if summary.standard_error is None else f" ± {summary.standard_error:,.{digits}f}"
+            cells.append(f"{summary.mean:,.{digits}f}{error}")
+        lines.append(["" if step == before else step, who, *cells])
+        before = step
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    aligned = [
+        [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        + [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def draw_pipeline(found: Record) -> Figure:
+    """A panel a column, a bar a step; bytes and time on logarithmic axes."""
+    rows = _rows(found)
+    shown = [key for key in DRAWN if any(key in values for _, _, values in rows)]
+    figure, grid = panels(1, len(shown), 2.3, 0.7 + 0.32 * len(rows))
+    steps = [step for step, _, _ in rows]
+    names = [step if steps.count(step) == 1 else f"{step}: {who}" for step, who, _ in rows]
+    colours = dict(zip(dict.fromkeys(steps), itertools.cycle(COLOURS)))
+    for axes, key in zip(grid[0], shown, strict=True):
+        heading, _, digits = COLUMNS[key]
+        means = [sum(values[key]) / len(values[key]) for _, _, values in rows]
+        axes.barh(range(len(rows)), means, color=[colours[step] for step in steps], height=0.7)
+        axes.invert_yaxis()
+        axes.set_yticks(range(len(rows)), names if key == shown[0] else [""] * len(rows), fontsize=8)
+        axes.set_title(heading, fontsize=9)
+        axes.grid(visible=False)
+        if key in ("bytes", "microseconds"):
+            axes.set_xscale("log")
+            axes.set_xlim(min(means) / 3, max(means) * 8)
+        elif key in ("accuracy", "auroc"):
+            axes.set_xlim(max(0.0, 2 * min(means) - max(means) - 0.02 * max(means)), max(means) * 1.02)
+        for place, mean in enumerate(means):
+            axes.annotate(
+                f"{mean:,.{digits}f}", (mean, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+            )
+        axes.margins(x=0.3)
+    return figure

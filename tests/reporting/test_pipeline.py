@@ -1,0 +1,148 @@
+"""The steps that led to a run: their order, what they are worth, and what they cost."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from sklearn.datasets import load_sample_images
+from sklearn.metrics import roc_auc_score
+
+from peerbayes import cli, reporting
+from peerbayes.data import load, load_images
+from peerbayes.errors import InputError
+from peerbayes.learning import Run, load_data, load_recipe, packaged, train
+from peerbayes.posteriors import predict_split
+from peerbayes.reporting.pipeline import pipeline
+
+DATA = 'name = "digits"\nclasses = 10\nbatch_size = 64\nvalidation = 200'
+PEER = '[[peers]]\nname = "{}"\nnetwork = "mlp"\nposterior = {}\n{}\n'
+STAGE = '[[stages]]\nepochs = 2\noptimizer = {{ name = "sgd", lr = {} }}\n[stages.terms]\n{}\n'
+OUTSIDE = "[evaluation]\ndraws = 3\nout_of_distribution = ['photographs']\n"
+
+
+def recipe(name, *parts):
+    return f'title = "{name}"\nmethod = "{name}"\n' + "\n".join([*parts, OUTSIDE])
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A network, two Bayesian peers (one starts from it), a student of both, scales for it, and a codebook."""
+    place = tmp_path_factory.mktemp("chain")
+
+    def write(name, *parts):
+        (place / f"{name}.toml").write_text(recipe(name, *parts))
+        return str(place / f"{name}.toml")
+
+    data, field = f"[data]\n{DATA}", '{ kind = "mean_field", rho = -4.0 }'
+    dnn = write("dnn", data, PEER.format("net", '{ kind = "point" }', ""), STAGE.format(0.1, "likelihood = {}"))
+    peers = PEER.format("one", field, ""), PEER.format("two", field, f"start_from = '{dnn}'")
+    taught = write("peers", data, *peers, STAGE.format(0.1, "likelihood = {}\nmutual = {}"))
+    student = PEER.format("net", '{ kind = "rank_one", members = 2, predicts = "average" }', "")
+    distilled = write("distilled", data, f"[teachers]\nruns = ['{taught}']", student, STAGE.format(0.1, "distil = {}"))
+    scaled = PEER.format("net", '{ kind = "mean_field", gain = 0.1 }', f"start_from = '{distilled}'")
+    scaled = write("scaled", data, scaled, STAGE.format(1e-3, "likelihood = {}"))
+    shared = PEER.format("net", '{ kind = "shared", components = 20 }', f"start_from = '{scaled}'")
+    shipped = write("shipped", data, shared, STAGE.format(1e-4, "likelihood = {}"))
+    return train(load_recipe(shipped), place / "runs" / "shipped", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def found(chain):
+    return pipeline([chain.folder], device="cpu")
+
+
+def run_of(chain, name):
+    return Run(next(path for path in chain.folder.parent.iterdir() if Run(path).recipe.method == name))
+
+
+def test_steps_come_in_the_order_in_which_they_were_made(found):
+    (one,) = found["chains"]
+    assert [step["method"] for step in one["steps"]] == ["dnn", "peers", "distilled", "scaled", "shipped"]
+    assert [[who["name"] for who in step["who"]] for step in one["steps"]] == [
+        ["net"],
+        ["one", "two", "ensemble"],
+        ["net"],
+        ["net"],
+        ["net"],
+    ]
+
+
+def test_a_step_is_worth_what_evaluate_says(chain, found):
+    for step in found["chains"][0]["steps"]:
+        record = reporting.evaluate(run_of(chain, step["method"]), device="cpu")
+        for who, peer in zip(step["who"], [*record["peers"], record.get("ensemble")], strict=False):
+            assert {key: who[key] for key in ("accuracy", "nll", "ece")} == {
+                key: peer[key] for key in ("accuracy", "nll", "ece")
+            }
+            assert who["auroc"] == peer["out_of_distribution"]["photographs"]["auroc"]
+
+
+def test_an_ensemble_is_told_apart_by_the_entropy_of_the_mean(chain, found):
+    run = run_of(chain, "peers")
+    loaded, other = load_data(run.recipe), load_images("photographs")
+
+    def entropy(split):
+        log_p = [predict_split(run[name], split, 3, seed=run.seed, name=name)[0] for name in run]
+        p = torch.stack(log_p).exp().mean(0).double().numpy()
+        return -(p * np.log(p)).sum(-1)
+
+    inside, outside = entropy(loaded.test), entropy(other)
+    expected = roc_auc_score([0] * len(inside) + [1] * len(outside), np.concatenate([inside, outside]))
+    assert found["chains"][0]["steps"][1]["who"][2]["auroc"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_costs_are_those_of_files_and_passes(chain, found, tmp_path):
+    steps = {step["method"]: step["who"] for step in found["chains"][0]["steps"]}
+    one, two, ensemble = steps["peers"]
+    assert one["bytes"] == run_of(chain, "peers").weights_file("one").stat().st_size
+    for key in ("bytes", "passes", "microseconds"):
+        assert ensemble[key] == one[key] + two[key] > 0
+    assert (steps["dnn"][0]["passes"], one["passes"], steps["shipped"][0]["passes"]) == (1, 3, 3)
+    # The averaged student is one plain network, whatever its run holds of members.
+    student = run_of(chain, "distilled")
+    save_file(student["net"].materialise().state_dict(), tmp_path / "plain.safetensors")
+    assert steps["distilled"][0]["bytes"] == (tmp_path / "plain.safetensors").stat().st_size == steps["dnn"][0]["bytes"]
+    assert steps["shipped"][0]["bytes"] < steps["scaled"][0]["bytes"] / 2
+
+
+def test_the_command_prints_a_table_and_draws(chain, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["figure", "pipeline", str(chain.folder), "--out", str(tmp_path / "p.svg"), "--device", "cpu"])
+    assert stopped.value.code == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["step", "ACC", "NLL", "ECE", "AUROC", "KB", "passes", "µs/image"]
+    accuracy = reporting.evaluate(chain, device="cpu")["peers"][0]["accuracy"]
+    row = next(line.split() for line in lines if line.startswith("shipped"))
+    assert row[2] == f"{100 * accuracy:.2f}"
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def test_runs_that_came_about_otherwise_are_refused(chain):
+    with pytest.raises(InputError, match="came about by different steps"):
+        pipeline([chain.folder, run_of(chain, "scaled").folder], device="cpu")
+
+
+def test_photographs_are_patches_of_scikit_learns_two():
+    split = load_images("photographs")
+    grey = np.asarray(load_sample_images().images[0], np.float64).mean(-1)
+    blocks = grey[: 4 * 106, : 4 * 160].reshape(106, 4, 160, 4).mean((1, 3))
+    assert np.abs(split.images[0, 0].numpy() - blocks[:8, :8]).max() <= 0.5
+    assert np.abs(split.images[21, 0].numpy() - blocks[8:16, 8:16]).max() <= 0.5
+    with pytest.raises(InputError, match="no classes to learn"):
+        load("photographs")
+
+
+def test_the_packaged_pipelines_lead_back_to_peers_that_teach_each_other():
+    for name in packaged():
+        if name.startswith("pipeline/") and name.endswith("-shipped"):
+            kinds, at = [], load_recipe(name)
+            while True:
+                kinds.append(at.peers[0].posterior.kind)
+                if at.teachers is None and at.peers[0].start_from is None:
+                    break
+                at = load_recipe(at.teachers.runs[0] if at.teachers else at.peers[0].start_from)
+            assert kinds == ["shared", "mean_field", "rank_one", "mean_field"], json.dumps([name, kinds])
+            assert len(at.peers) > 1
+            assert {"mutual", "weight_diversity", "feature_diversity"} <= at.stages[-1].terms.keys()
