@@ -206,7 +206,7 @@ def assert_started_from(run, weights):
 
 
 def plain(path):
-    state = storage.read_state(path)
+    _, state = storage.read_state(path)
     return {name: tensor for name, tensor in state.items() if not name.startswith("normalize")}
 
 
@@ -244,7 +244,7 @@ def test_start_from_a_run_a_weights_file_and_a_plain_file(place, source, tmp_pat
     weights = source / "weights-only.safetensors"
     given = {"run": source, "weights": weights, "plain": tmp_path / "plain.safetensors"}[kind]
     if kind == "plain":
-        save_file(storage.read_state(weights), given)
+        save_file(storage.read_state(weights)[1], given)
     start = ("--set", f"peers.b.start_from={given}", "--set", STILL)
     called("train", place / "small.toml", "--run", tmp_path / "run", *start, *QUIET)
     assert_started_from(tmp_path / "run", plain(weights))

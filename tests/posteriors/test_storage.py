@@ -11,9 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from peerbayes import networks
 from peerbayes.errors import InputError
+from peerbayes.networks import Inputs
 from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior, storage
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared, storage
+from peerbayes.sharing import Sharing, share
 
 KINDS = {
     "point": lambda network, **options: Point(network, **options),
@@ -376,3 +379,27 @@ def test_any_dtype_and_shape_survives_storage(tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["peerbayes"]) == about
+
+
+@pytest.mark.parametrize("kind", ["point", "mean_field", "rank_one", "shared", "plain"])
+def test_what_starts_from_a_file_is_the_mean_network_of_what_was_saved(kind, tmp_path):
+    network = networks.build("mlp", Inputs(10, (1, 8, 8), (0.5,), (0.3,)))
+    path = tmp_path / "weights.safetensors"
+    if kind == "plain":
+        source = Point(network)
+        storage.write(path, source.materialise().state_dict(), {"network": "mlp"})  # as `peerbayes distill` does
+    else:
+        field = MeanField(network, rho=-4.0)
+        made = {
+            "point": lambda: Point(network),
+            "mean_field": lambda: field,
+            "rank_one": lambda: RankOne(network, 3, factors="random", spread=0.5),
+            "shared": lambda: Shared(network, share(field, Sharing(components=40), None)[0], start_from=field),
+        }
+        source = made[kind]()
+        source.save(path)
+    images = torch.rand(4, 1, 8, 8)
+    fresh = networks.build("mlp", Inputs(10, (1, 8, 8), (0.5,), (0.3,)))
+    for started in (Point(fresh, start_from=path), MeanField(fresh, start_from=path)):
+        expected = source.materialise().eval()(images)
+        torch.testing.assert_close(started.materialise().eval()(images), expected, rtol=1e-6, atol=1e-6)

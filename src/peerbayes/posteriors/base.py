@@ -77,7 +77,7 @@ class Posterior(nn.Module):
         self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
-        source = None if start_from is None else _state_of(start_from)
+        source = None if start_from is None else _state_of(start_from, network)
         self.network = copy.deepcopy(network)
         first_names = _first_names(self.network)
         chosen, others, self.aliases = _take_parameters(self.network, bayesian)
@@ -336,13 +336,16 @@ def _release_recurrent_weights(network: nn.Module) -> None:
                     del module._forward_pre_hooks[key]
 
 
-def _state_of(source: Source) -> dict[str, Tensor]:
+def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:
+    if isinstance(source, str | Path):
+        kind, tensors = storage.read_state(Path(source))
+        if kind in (None, "point", "mean_field"):
+            return tensors
+        source = Posterior.load(source, network)  # whose mean weights are made of several tensors
     if isinstance(source, Posterior):
         return dict(source.materialise().state_dict())
     if isinstance(source, nn.Module):
         return dict(source.state_dict())
-    if isinstance(source, str | Path):
-        return storage.read_state(Path(source))
     return dict(source)
 
 

@@ -113,14 +113,19 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, about
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
-    """Read a network's tensors by name: a plain safetensors state dict, or the means of a saved posterior."""
+def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
+    """Read a network's tensors by name: a plain safetensors state dict (None), or the means of a posterior (its kind).
+
+    Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
+    """
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
         raise InputError(f"{path}: pickled weights are not read; save them with safetensors.torch.save_file first")
     tensors, metadata = _read_any(path)
     if "peerbayes" not in metadata:
-        return tensors
-    return plain_names(read(path)[0])
+        return None, tensors
+    tensors, about = read(path)
+    kind = about.get("kind")
+    return kind, tensors if kind is None else plain_names(tensors)
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
