@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from peerbayes import __version__
 from peerbayes.errors import InputError
 
 if TYPE_CHECKING:
-    from peerbayes.learning import Loaded, Reporter, Run
+    from peerbayes.learning import Job, Loaded, Reporter, Run
     from peerbayes.reporting import Record
 
 app = typer.Typer(
@@ -197,20 +197,29 @@ def train(
     )
 
 
-def _train_and_show(jobs: list[Any], many: bool, as_json: bool, quiet: bool, resume: bool, **how: Any) -> list[Any]:
-    """Train jobs, print what they are worth, and return the runs; ends the process where one could not go on."""
+def _train_and_show(
+    jobs: list[Job] | Callable[[Callable[..., list[Run]]], list[Job]],
+    many: bool,
+    as_json: bool,
+    quiet: bool,
+    resume: bool,
+    **how: Any,
+) -> list[Run]:
+    """Train jobs, print what they are worth, and return the runs; ends the process where one could not go on.
+
+    The jobs may be a function that makes them, given one that trains what they need.
+    """
     from peerbayes import learning
 
     failed: dict[int, learning.TrainingError] = {}
     with learning.joined(how["device"]) as world:
-        runs = learning.train_jobs(
-            jobs,
-            errors=failed,
-            resume=resume or world.any(learning.restarted()),
-            reporter=_reporter(quiet or not world.is_first),
-            world=world,
-            **how,
-        )
+        reporter = _reporter(quiet or not world.is_first)
+
+        def train(jobs: list[Job], **more: Any) -> list[Run]:
+            return learning.train_jobs(jobs, reporter=reporter, world=world, **how, **more)
+
+        wanted = jobs(train) if callable(jobs) else jobs
+        runs = train(wanted, errors=failed, resume=resume or world.any(learning.restarted()))
         first = world.is_first
     # The other processes are done: judging may take longer than they would wait.
     if not first:
@@ -278,13 +287,17 @@ def compress(
     weights = learning.weights_of(run)
     folder = out or weights.parent.with_name(f"{weights.parent.name}-shared")
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
-    if learning.kind_of(weights) != "mean_field":
-        scaled = folder.with_name(f"{folder.name}-stage1")
-        job = learning.Job(learning.recipe_from(first, weights), scaled, seed)
-        learning.train_jobs([job], resume=scaled.exists(), reporter=_reporter(quiet), **how)
-        weights = learning.weights_of(scaled)
-    job = learning.Job(learning.recipe_from(into, weights, changes), folder, seed)
-    _train_and_show([job], False, as_json, quiet, resume, **how)
+    recipe = learning.recipe_from(into, weights, changes)
+    if learning.kind_of(weights) == "mean_field":
+        _train_and_show([learning.Job(recipe, folder, seed)], False, as_json, quiet, resume, **how)
+        return
+    scaled = learning.Job(learning.recipe_from(first, weights), folder.with_name(f"{folder.name}-stage1"), seed)
+
+    def with_scales(train: Callable[..., list[Run]]) -> list[Job]:
+        (done,) = train([scaled], resume=scaled.folder.exists())
+        return [learning.Job(learning.recipe_from(into, learning.weights_of(done.folder), changes), folder, seed)]
+
+    _train_and_show(with_scales, False, as_json, quiet, resume, **how)
 
 
 @app.command()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,6 +103,21 @@ def test_compress_of_a_point_trains_scales_first(field, tmp_path, capsys):
     capsys.readouterr()
     assert isinstance(pb.load(tmp_path / "shared-stage1")["net"], MeanField)
     assert isinstance(pb.load(tmp_path / "shared")["net"], Shared)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs gloo")
+def test_two_processes_compress_one_run_together(field, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "peerbayes"]
+    (tmp_path / "first.toml").write_text('extends = "sharing/stage1"\nset = ["stages.0.epochs=1"]\n')
+    words = ["compress", str(field.folder.parent / "dnn"), "--first", str(tmp_path / "first.toml"), *QUIET, "--json"]
+    words += ["--run", str(tmp_path / "small"), "--set", "stages.0.epochs=1", "--set", "evaluation.draws=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *torchrun, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["method"] == "shared"
+    for name in ("small-stage1", "small"):
+        about = json.loads((tmp_path / name / "run.json").read_text())
+        assert (about["processes"], about["finished"]) == (2, True)
 
 
 def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
