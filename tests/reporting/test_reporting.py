@@ -68,6 +68,20 @@ def records():
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
+def test_runs_of_renyi_divergences_are_told_apart_by_their_order():
+    schedule = {"schedule": "linear", "start": 2.0, "end": 0.5, "epochs": 30.0}
+    given = [
+        record("renyi", seed, (0.9, 0.9), alpha=alpha, settings=str(alpha))
+        for alpha in (0.0, 1.5, schedule)
+        for seed in (0, 1)
+    ]
+    methods = list(dict.fromkeys(row.method for row in tables.rows(given)))
+    assert methods == ["Independent", "Rényi 1.5", "Rényi linear 2→0.5 in 30 epochs"]
+    assert "Rényi 1.5 − Independent" in tables.text_table(given)
+    mixed = [record("ours", 0, (0.9, 0.9), alpha=1.0)]  # other methods have names of their own
+    assert tables.rows(mixed)[0].method == "Ours"
+
+
 def test_rows_have_means_and_standard_errors_over_seeds(records):
     found = {(row.method, row.peer): row for row in tables.rows(records)}
     assert list(found) == [(m, p) for m in ("DML", "Ours") for p in ("scratch", "pretrained", "average")]

@@ -10,6 +10,7 @@ from peerbayes.errors import InputError
 from peerbayes.evaluation import paired_difference, summarise
 from peerbayes.learning import Sweep
 from peerbayes.learning.space import setting_title, shown
+from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
@@ -42,10 +43,11 @@ def label(record: Record) -> str:
 def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Group records that differ in the seed alone, in the order in which they come.
 
-    A run with other settings, or a second one of the same seed, begins a group of its own: ``Ours (2)``.
+    A run with other settings, or a second one of the same seed, begins a group of its own: ``Ours (2)``. Those of Rényi
+    divergences are told apart by the order: ``Rényi 1.5``, or ``Independent`` for order 0.
     """
     groups: dict[str, list[Record]] = {}
-    for given in records:
+    for given in map(_with_order, records):
         record, number = given, 1
         while any(
             r["seed"] == record["seed"] or r.get("settings") != record.get("settings")
@@ -55,6 +57,13 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
             record = {**given, "method": f"{title(given['method'])} ({number})"}
         groups.setdefault(_key(record), []).append(record)
     return groups
+
+
+def _with_order(record: Record) -> Record:
+    if record["method"] != "renyi" or "alpha" not in record:
+        return record
+    order = record["alpha"]
+    return {**record, "method": "Independent" if order == 0 else f"Rényi {alpha_title(order)}"}
 
 
 def _key(record: Record) -> str:
