@@ -107,7 +107,7 @@ class Shared(Strict):
     """A codebook made of a mean-field posterior, which the peer has to start from; see `peerbayes.sharing.share`.
 
     Attributes:
-        components: at first; 0 is one for 50 inliers, at most 6000.
+        components: at first; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
         threshold: weights of a mean beyond it are outliers.
         top: share of weights with the largest gradients, which are outliers.
         smallest: weights of components with fewer are outliers.

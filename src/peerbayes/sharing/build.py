@@ -21,8 +21,10 @@ from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
 from peerbayes.sharing.outliers import blends, outliers
 
-MOST = 6000  # components, where no number is given
-MEMBERS = 50  # inliers a component, then
+# Where no number is given: a component for so many inliers, so many components at least and at most, and so many
+# inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
+# members, which are outliers then, and each of those takes more bytes than several weights that share.
+MEMBERS, FEWEST, MOST, LEAST = 1000, 256, 6000, 50
 BATCH = 1 << 16  # points of a step of expectation-maximisation
 
 
@@ -87,7 +89,7 @@ def share(
 
     points = torch.stack([mean, std], 1).double()
     inside = (~alone).nonzero()[:, 0]
-    count = options.components or max(1, min(MOST, len(inside) // MEMBERS))
+    count = options.components or _components_for(len(inside))
     if count > len(inside):
         raise InputError(f"components is {count}, but there are only {len(inside)} weights that are no outliers")
     centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
@@ -146,6 +148,10 @@ def share(
         "seconds": seconds,
     }
     return book, account
+
+
+def _components_for(inliers: int) -> int:
+    return max(1, min(MOST, max(inliers // MEMBERS, FEWEST), inliers // LEAST))
 
 
 def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:
