@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}  # of files in order
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -109,7 +109,12 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")
     if metadata.get("digest") != _digest(tensors, metadata["peerbayes"]):
         raise InputError(f"{path}: corrupt (its contents do not match the digest in its header)")
-    about: dict[str, Any] = json.loads(metadata["peerbayes"])
+    try:
+        about = json.loads(metadata["peerbayes"])
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise InputError(f"{path}: corrupt (the 'peerbayes' entry of its header is not a JSON object)")
     return tensors, about
 
 
@@ -120,7 +125,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
     tensors, metadata = _read_any(path)
     if "peerbayes" not in metadata:
         return tensors
-    return plain_names(read(path)[0])
+    tensors, about = read(path)
+    if about.get("kind") == "shared":
+        raise InputError(f"{path}: holds shared weights, which no other posterior can start from")
+    return plain_names(tensors)
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

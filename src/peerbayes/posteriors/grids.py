@@ -1,0 +1,58 @@
+"""Numbers on coarse grids: whole multiples of a step, and powers of a ratio with a sign.
+
+Both are made so that numbers which lie on a grid already are given back the same codes and the same grid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+PER_OCTAVE = 8  # powers between a number and its double: neighbours differ by 9 %
+LEVELS = 127  # powers of each sign, which span 16 octaves
+
+
+def to_multiples(values: Tensor, bits: int) -> tuple[Tensor, float]:
+    """Round to c · step with step = max |value| / (2^(bits-1) − 1); return c, int8 or int16, and the step.
+
+    The step has 16 binary digits, so that it is found again in what was rounded.
+    """
+    most = (1 << (bits - 1)) - 1
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    mantissa, exponent = math.frexp(largest / most)
+    step = math.ldexp(round(mantissa * 65536), exponent - 16) or 1.0
+    codes = (values.double() / step).round().clamp(-most, most)
+    return codes.to(torch.int8 if bits <= 8 else torch.int16), step
+
+
+def from_multiples(codes: Tensor, step: float) -> Tensor:
+    """Return c · step, float32."""
+    return (codes.double() * step).float()
+
+
+def to_powers(values: Tensor) -> tuple[Tensor, int]:
+    """Round to 0 or ± 2^((top + level − 127) / 8), level 1 to 127; return codes, uint8, and top.
+
+    A code is the level, with 128 for a minus; 0 is 0. What is less than 2^-16 of the largest gets the lowest level.
+    """
+    size = values.double().abs()
+    some = size > 0
+    power = (torch.where(some, size, 1.0).log2() * PER_OCTAVE).round().long()
+    top = int(power[some].max()) if bool(some.any()) else 0
+    level = (power - top + LEVELS).clamp_min(1)
+    return torch.where(some, level + 128 * (values < 0), 0).to(torch.uint8), top
+
+
+def from_powers(codes: Tensor, top: int) -> Tensor:
+    """Return the numbers of codes, float32."""
+    level, minus = (codes.long() & 127).double(), codes >= 128
+    size = torch.exp2((level + (top - LEVELS)) / PER_OCTAVE)
+    return torch.where(level > 0, torch.where(minus, -size, size), 0.0).float()
+
+
+def inverse_softplus(values: Tensor) -> Tensor:
+    """Return ρ with softplus(ρ) = value, float64; −inf for 0."""
+    values = values.double()
+    return values + torch.log(-torch.expm1(-values))
