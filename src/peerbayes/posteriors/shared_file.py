@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors.grids import from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
+from peerbayes.posteriors.grids import fits_half, from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
 from peerbayes.posteriors.index_codec import LZMA, decode, encode
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 EXACT = 32  # bits of a number that is not rounded
 SHARES = 15  # steps of a blended weight's share
 ANCHORED = ("component", "cholesky", "outlier")
-HALF = 2.0**-10  # relative error up to which a number is kept in float16
 COLUMNS = 4  # s, a, b, c
 
 
@@ -102,7 +101,7 @@ def _pack_fixed(fixed: Mapping[str, Tensor], small: bool) -> tuple[dict[str, Ten
     for number, tensor in enumerate(t.cpu().contiguous() for t in fixed.values()):
         if tensor.dtype != torch.float32:
             groups["fixed/others"].append(tensor.reshape(-1).view(torch.uint8))
-        elif small and _fits_half(tensor):
+        elif small and fits_half(tensor):
             groups["fixed/halves"].append(tensor.reshape(-1).half())
         else:
             groups["fixed/floats"].append(tensor.reshape(-1))
@@ -112,11 +111,6 @@ def _pack_fixed(fixed: Mapping[str, Tensor], small: bool) -> tuple[dict[str, Ten
         plain = found["fixed/others"].numpy().tobytes()
         found["fixed/others"] = _padded(lzma.compress(plain, lzma.FORMAT_RAW, filters=LZMA))
     return found, {"full": full} if full else {}
-
-
-def _fits_half(tensor: Tensor) -> bool:
-    # Infinities (of attention masks, say) stay what they are.
-    return torch.allclose(tensor.half().float(), tensor, rtol=HALF, atol=1e-6, equal_nan=True)
 
 
 def _to_grids(

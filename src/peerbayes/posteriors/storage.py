@@ -118,6 +118,16 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, about
 
 
+def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
+    """Return how many bytes of a file that `read` can read are its header, and how many each tensor has, in order."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    del header["__metadata__"]
+    ends = {name: about["data_offsets"] for name, about in header.items()}
+    return 8 + length, {name: end - start for name, (start, end) in sorted(ends.items(), key=lambda item: item[1])}
+
+
 def read_state(path: Path) -> dict[str, Tensor]:
     """Read a network's tensors by name: a plain safetensors state dict, or the means of a saved posterior."""
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
