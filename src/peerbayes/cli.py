@@ -339,6 +339,23 @@ def evaluate(
     _show(records, as_json, len(records) > 1, calibrated)
 
 
+@app.command()
+def size(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of runs, or weights files of runs.")],
+    judged: Annotated[
+        bool, typer.Option("--evaluate", help="Also judge the file and every other form on the test split.")
+    ] = False,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
+    from peerbayes import reporting
+
+    found = [record for run in runs for record in reporting.sizes(run, judged=judged, device=device, root=data_root)]
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(reporting.size_table, found)))
+
+
 class Sampler(enum.Enum):
     """Samplers by name."""
 

@@ -13,7 +13,7 @@ from torch.distributions import Normal, kl_divergence
 
 from peerbayes import Address, InputError, MeanField
 from peerbayes.noise import normal
-from peerbayes.posteriors import Codebook, Shared
+from peerbayes.posteriors import Codebook, Shared, storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.shared import SAMPLINGS
 
@@ -28,7 +28,7 @@ def net():
 def book(size=120, components=5, blended=7, outliers=9, seed=0):
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(size, generator=generator)
-    shares = torch.randint(256, (blended, 1), generator=generator) / 255
+    shares = torch.randint(16, (blended, 1), generator=generator) / 15
     return Codebook(
         component=torch.rand(components, 2, generator=generator) * torch.tensor([1.0, 0.2]) + torch.tensor([-0.5, 0.1]),
         cholesky=torch.randn(components, 3, generator=generator) * 0.1,
@@ -187,14 +187,109 @@ def test_with_a_component_for_each_weight_it_is_the_mean_field_posterior():
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_gives_the_same_posterior_to_the_last_bit(tmp_path):
-    posterior = Shared(net(), book(), sampling="moment", seed=3, name="b")
+def test_the_order_of_a_codebook_makes_no_difference():
+    codebook = book()
+    generator = torch.Generator().manual_seed(1)
+    order, blends, singles = (torch.randperm(n, generator=generator) for n in (5, 7, 9))
+    shuffled = Codebook(
+        codebook.component[order],
+        codebook.cholesky[order],
+        order.argsort()[codebook.label],
+        codebook.blended[blends],
+        order.argsort()[codebook.blend_component][blends],
+        codebook.blend_weight[blends],
+        codebook.outlier[singles],
+        codebook.outlier_mean[singles],
+        codebook.outlier_std[singles],
+    )
+    first, second = (Shared(net(), given).state() for given in (codebook, shuffled))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for sampling in SAMPLINGS:
+        draws = [Shared(net(), given, sampling=sampling).draw(HERE).flat for given in (codebook, shuffled)]
+        assert torch.equal(*draws)
+
+
+def test_components_are_numbered_by_layer_then_mean():
+    codebook = replace(book(blended=0, outliers=0), label=torch.tensor([3, 1] * 36 + [0, 2, 4] * 16))
+    posterior = Shared(net(), codebook)
+    means = codebook.component[:, 0]
+    order = sorted((3, 1), key=lambda k: means[k]) + sorted((0, 2, 4), key=lambda k: means[k])
+    assert torch.equal(posterior.component, codebook.component[order])
+    assert torch.equal(posterior.cholesky, codebook.cholesky[order])
+
+
+@pytest.mark.parametrize("bits", [32, 10, 8])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_file_gives_the_same_posterior_to_the_last_bit(sampling, bits, tmp_path):
+    posterior = Shared(odd(), odd_book(), sampling=sampling, bits=bits, seed=3, name="b")
     posterior.save(tmp_path / "p.safetensors")
-    again = Posterior.load(tmp_path / "p.safetensors", net())
+    again = Posterior.load(tmp_path / "p.safetensors", odd(seed=5))
     assert isinstance(again, Shared)
+    assert (again.options(), again.seed, again.name) == (posterior.options(), 3, "b")
+    first, second = posterior.state(), again.state()
+    assert first.keys() == second.keys()
+    for name in first:
+        if bits == 32 or "anchor" not in name:
+            assert first[name].dtype == second[name].dtype
+            assert torch.equal(first[name], second[name]), name
     assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
-    assert torch.equal(again.kl(), posterior.kl())
-    assert {k: v.shape for k, v in again.state().items()} == {k: v.shape for k, v in posterior.state().items()}
+    assert bits < 32 or torch.equal(again.kl(), posterior.kl())
+    again.save(tmp_path / "q.safetensors")
+    assert (tmp_path / "q.safetensors").read_bytes() == (tmp_path / "p.safetensors").read_bytes()
+
+
+def odd(seed=0):
+    """A network with all kinds of tensors that are not shared."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    network[1](torch.randn(8, 4, 2, 2))
+    network.register_buffer("mask", torch.tensor([[True, False, True]]))
+    network.register_buffer("hidden", torch.tensor([0.0, -torch.inf]))
+    network.register_buffer("precise", torch.rand(3, dtype=torch.float64))
+    network.register_buffer("large", torch.tensor([1e6 + seed, 2.0]))
+    network.register_buffer("empty", torch.zeros(0, 2, dtype=torch.int64))
+    network.frozen = nn.Parameter(torch.randn(2, 2), requires_grad=False)
+    return network
+
+
+def odd_book():
+    codebook = book()
+    return replace(codebook, cholesky=codebook.cholesky * torch.tensor([0.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 10, 16])
+def test_rounded_numbers_are_as_near_as_their_bits_allow(bits, tmp_path):
+    exact, posterior = Shared(odd(), odd_book()), Shared(odd(), odd_book(), bits=bits)
+    posterior.save(tmp_path / "p.safetensors")
+    layers = (posterior.outlier >= 72).long()  # the convolution has 72 weights
+    moved = (posterior.outlier_mean - exact.outlier_mean).abs()
+    for layer in (0, 1):
+        step = exact.outlier_mean[layers == layer].abs().max() / (2 ** (bits - 1) - 1)
+        assert moved[layers == layer].max() <= step * 0.501
+    assert (posterior.component[:, 0] - exact.component[:, 0]).abs().max() < 1 / 65534
+    codebooks = posterior.codebook(), exact.codebook()
+    for now, before in (
+        [book.component[:, 1] for book in codebooks],
+        [book.cholesky[:, 1:] for book in codebooks],
+        [book.outlier_std for book in codebooks],
+    ):
+        assert (now / before).log2().abs().max() < 1 / 16 + 1e-4
+    assert (posterior.cholesky[:, 0] == 0).all()
+    assert torch.equal(posterior.rest, exact.rest.half().float())
+    for name, buffer in exact.network.state_dict().items():
+        halved = buffer.dtype == torch.float32 and name != "large"  # which float16 can't hold
+        assert torch.equal(posterior.network.state_dict()[name], buffer.half().float() if halved else buffer), name
+    assert torch.equal(posterior.anchor_outlier, exact.anchor_outlier)
+
+
+def test_fewer_bits_are_fewer_bytes(tmp_path):
+    sizes = []
+    for bits in (32, 16, 8):
+        codebook = book(size=2000, outliers=600, components=40)
+        Shared(nn.Linear(40, 50), codebook, bits=bits).save(tmp_path / "p.safetensors", anchors=False)
+        sizes.append((tmp_path / "p.safetensors").stat().st_size)
+    assert sizes[0] - sizes[1] > 600 * 5  # of 8 bytes an outlier at most 2 + 1 are left
+    assert sizes[1] - sizes[2] > 600 * 0.6
 
 
 def test_the_file_begins_with_what_makes_the_mean_network(tmp_path):
@@ -219,6 +314,108 @@ def test_without_anchors_the_file_is_smaller_and_predicts_the_same(tmp_path):
     assert torch.equal(small.draw(HERE).flat, posterior.draw(HERE).flat)
     assert torch.equal(whole.kl(), posterior.kl())
     assert (tmp_path / "small.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size
+
+
+def test_a_file_of_another_network_is_refused(tmp_path):
+    Shared(net(), book()).save(tmp_path / "p.safetensors")
+    other = net()
+    other.append(nn.Softmax(1)).register_buffer("more", torch.zeros(1))
+    with pytest.raises(InputError, match=r"p\.safetensors: holds shared weights of another network"):
+        Posterior.load(tmp_path / "p.safetensors", other)
+
+
+def test_a_choice_of_ones_own_is_in_the_file(tmp_path):
+    posterior = Shared(net(), book(size=72), bayesian=lambda name, _: name == "0.weight")
+    posterior.save(tmp_path / "p.safetensors")
+    again = Posterior.load(tmp_path / "p.safetensors", net())
+    assert list(again.layout.shapes) == ["0.weight"]
+    assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"options": 3}, "lacks options"),
+        ({"options": {"sampling": "mean", "colour": 1}}, "its options are not those of a shared posterior"),
+        ({"options": {"weights": [["0.weight"]]}}, "its options are not those of a shared posterior"),
+        ({"options": {"prior_std": "wide"}}, "its options are not those of a shared posterior"),
+        ({"options": {"bits": 3}}, "bits is 3, expected 4 to 16, or 32"),
+        ({"kind": ["shared"]}, "posterior of kind"),
+        ({"seed": "0"}, "lacks options, a seed or a name"),
+        ({"network": "00"}, "of another network"),
+        ({"full": "all"}, "'full' is not a list of numbers"),
+        ({"full": [0, 1]}, "'fixed/"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_one_sentence(bits, change, sentence, tmp_path):
+    path = tmp_path / "p.safetensors"
+    Shared(net(), book(), bits=bits).save(path)
+    tensors, about = storage.read(path)
+    if "full" in change and bits == 32:
+        change = {"network": "another"}
+        sentence = "of another network"
+    storage.write(path, tensors, about | change)
+    with pytest.raises(InputError, match=sentence) as error:
+        Posterior.load(path, net())
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("means/component", lambda t: t[:-1], "'means/index': index: damaged, or made for other components"),
+        ("means/component", lambda t: t[:0], "no components"),
+        ("means/index", lambda t: t[:-8], "does not end as it should"),
+        ("means/index", lambda t: t[: len(t) // 2 // 8 * 8], "means/index"),
+        ("means/blend_first", lambda t: t.view(2, -1), "is torch.uint8 of shape"),
+        ("scales/outlier", None, "not complete: it has no 'scales/outlier'"),
+        ("extra", lambda _: torch.zeros(3), "a tensor 'extra' too many"),
+        ("scales/component", lambda t: t.long(), "'scales/component' is torch.int64"),
+        ("fixed/others", lambda t: t.flip(0), "'fixed/others'"),
+    ],
+)
+def test_a_damaged_file_that_is_signed_again_is_one_sentence(bits, name, change, sentence, tmp_path):
+    path = tmp_path / "p.safetensors"
+    Shared(net(), book(), bits=bits).save(path)
+    tensors, about = storage.read(path)
+    given = tensors.pop(name, torch.zeros(0))
+    storage.write(path, tensors if change is None else tensors | {name: change(given)}, about)
+    with pytest.raises(InputError, match=sentence):
+        Posterior.load(path, net())
+
+
+@pytest.mark.parametrize("grid", [0.0, -1.0, torch.nan, torch.inf, 0.5])
+@pytest.mark.parametrize("place", range(8))
+def test_grids_that_are_none_are_refused(place, grid, tmp_path):
+    path = tmp_path / "p.safetensors"
+    Shared(net(), book(), bits=8).save(path)
+    tensors, about = storage.read(path)
+    tensors["grids"][place] = grid
+    storage.write(path, tensors, about)
+    if (1 <= place < 6 and grid in (0.0, -1.0)) or (place in (0, 6, 7) and grid == 0.5):
+        Posterior.load(path, net())  # another grid, but a grid
+        return
+    with pytest.raises(InputError, match="grids"):
+        Posterior.load(path, net())
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    posterior, other = Shared(net(), book()), Shared(net(), book(components=8, blended=3, outliers=20, seed=5))
+    before = {name: tensor.detach().clone() for name, tensor in posterior.state().items()}
+    good = {name: tensor.detach().clone() for name, tensor in other.state().items()}
+    for name, bad in (
+        ("codebook/label", torch.full((120,), 8, dtype=torch.int32)),
+        ("codebook/outlier", good["codebook/outlier"].flip(0)),
+        ("codebook/outlier_rho", torch.full((20,), -200.0)),
+        ("rest/1.bias", torch.zeros(5)),
+    ):
+        with pytest.raises(InputError):
+            posterior.load_state(good | {name: bad})
+        assert all(torch.equal(tensor, before[key]) for key, tensor in posterior.state().items())
+        assert torch.equal(posterior.draw(HERE).flat, Shared(net(), book()).draw(HERE).flat)
 
 
 @pytest.mark.parametrize("cut", [100, 1000, -40, -1])
@@ -267,3 +464,5 @@ def test_a_codebook_that_does_not_fit_is_refused(change, sentence):
 def test_unknown_options_are_refused():
     with pytest.raises(InputError, match="sampling is 'x', expected hierarchical"):
         Shared(net(), book(), sampling="x")
+    with pytest.raises(InputError, match="bits is 20, expected 4 to 16, or 32"):
+        Shared(net(), book(), bits=20)

@@ -282,7 +282,7 @@ def verb(capsys, *arguments):
         (
             ["xyz"],
             "there is no figure 'xyz'; known: best-alpha, curves, divergence, diversity, flatness, gap, grid, line, "
-            "perturbations, spread",
+            "perturbations, pipeline, spread",
         ),
         (["divergence", "--out", "a.jpg"], "a.jpg: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "--out", "png"], "png: expected a file that ends in .png, .pdf or .svg"),

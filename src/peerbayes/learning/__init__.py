@@ -1,6 +1,6 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
-from peerbayes.learning.compressing import kind_of, recipe_from, weights_of
+from peerbayes.learning.compressing import kind_of, recipe_from, source_weights, weights_of
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.jobs import How, Loaded, fit, train, train_jobs
@@ -37,6 +37,7 @@ __all__ = [
     "recipe_into",
     "restarted",
     "save_networks",
+    "source_weights",
     "sweep",
     "train",
     "train_jobs",

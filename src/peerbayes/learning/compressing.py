@@ -7,7 +7,8 @@ from pathlib import Path
 
 from peerbayes.errors import InputError
 from peerbayes.learning.recipe import Recipe, change, load_recipe
-from peerbayes.learning.run import peers_at
+from peerbayes.learning.run import Run, peers_at
+from peerbayes.learning.sources import Job, is_trained, source_of
 
 
 def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = ()) -> Recipe:
@@ -47,3 +48,15 @@ def kind_of(weights: Path) -> str:
     """Return the kind of posterior that a weights file of a run holds, by its recipe."""
     run, (name, *_) = peers_at(weights)
     return next(peer.posterior.kind for peer in run.recipe.peers if peer.name == name)
+
+
+def source_weights(run: Run, name: str) -> Path | None:
+    """Return the weights file that a peer of a run started from; None where there was none, or is none any more."""
+    peer = next(peer for peer in run.recipe.peers if peer.name == name)
+    try:
+        source = source_of(peer, run.recipe, run.seed, run.folder.parent)
+    except InputError:
+        return None
+    if isinstance(source, Job):
+        source = weights_of(source.folder) if is_trained(source.folder) else None
+    return source if source is not None and source.is_file() else None

@@ -21,9 +21,8 @@ from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.loop import Learner, TrainingError, run_together
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.recipe import Recipe, load_recipe
+from peerbayes.learning.recipe import CUSTOM, Recipe, load_recipe
 from peerbayes.learning.run import (
-    CUSTOM,
     Run,
     environment,
     load_data,
@@ -381,7 +380,8 @@ class _Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
-            posterior.save(self.folder / f"weights-{name}.safetensors")
+            # Nobody goes on from here; checkpoints hold what training needs.
+            posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
         self.about["engine"] = self.learner.engine.name
         self._describe()

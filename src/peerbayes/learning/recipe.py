@@ -19,6 +19,7 @@ from peerbayes.schema import Strict, nested
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
 
 
 class Text(Strict):
@@ -113,6 +114,7 @@ class Shared(Strict):
         smallest: weights of components with fewer are outliers.
         outliers: whether there are any.
         blend: whether weights far from their component mix two.
+        bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
     """
 
     kind: Literal["shared"]
@@ -127,6 +129,7 @@ class Shared(Strict):
     sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
     prior: Literal["anchored", "normal"] = "anchored"
     prior_std: PositiveFloat = 0.1
+    bits: Literal[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32] = 10
 
 
 class Peer(Strict):
@@ -139,6 +142,8 @@ class Peer(Strict):
 
     @model_validator(mode="after")
     def _anchor_is_given(self) -> Peer:
+        if self.network == CUSTOM:  # which comes with its anchor, or its codebook
+            return self
         if isinstance(self.posterior, MeanField) and self.posterior.prior == "anchored" and self.start_from is None:
             raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
         if isinstance(self.posterior, Shared) and self.start_from is None:

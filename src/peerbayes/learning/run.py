@@ -24,7 +24,7 @@ from peerbayes import data as data_room
 from peerbayes import networks
 from peerbayes.data import Dataset, TextOptions, Vocabulary
 from peerbayes.errors import InputError
-from peerbayes.learning.recipe import Recipe, load_recipe
+from peerbayes.learning.recipe import CUSTOM, Recipe, load_recipe
 from peerbayes.posteriors import Posterior, storage
 
 
@@ -101,9 +101,6 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
-
-
-CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
 
 
 def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) -> Run:

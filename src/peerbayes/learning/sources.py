@@ -20,6 +20,7 @@ from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 
+DRAWN = {"sampling", "prior", "prior_std", "bits"}  # options of a shared posterior that do not make its codebook
 DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
 
 
@@ -61,13 +62,13 @@ def _shared(
     from peerbayes.sharing import Sharing, gradient_statistic, share
 
     network = networks.build(peer.network, network_inputs(loaded))
-    how = options.model_dump(include={"sampling", "prior", "prior_std"}) | {"seed": seed, "name": peer.name}
+    how = options.model_dump(include=DRAWN) | {"seed": seed, "name": peer.name}
     if source is None:
         return Shared(network, **how).to(device)
     posterior = Posterior.load(source, network).to(device)
     if not isinstance(posterior, MeanField):
         raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
-    table = options.model_dump(exclude={"kind", "sampling", "prior", "prior_std"})
+    table = options.model_dump(exclude={"kind", *DRAWN})
     needed = options.outliers and options.top > 0
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
     book, account = share(posterior, Sharing(**table), gradient, seed)

@@ -242,15 +242,19 @@ class Posterior(nn.Module):
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
         """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
         own = self.state()
-        _require_same(tensors, own, origin)
+        require_same(tensors, own, origin)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
-    def save(self, path: str | Path) -> None:
-        """Write the posterior to one safetensors file, atomically."""
+    def save(self, path: str | Path, anchors: bool = True) -> None:
+        """Write the posterior to one safetensors file, atomically; without ``anchors`` for predictions alone.
+
+        Anchors are what an anchored prior is centred at; a posterior that is read without them is anchored anew.
+        """
+        state = self.state()
         storage.write(
             Path(path),
-            self.state(),
+            state if anchors else {name: t for name, t in state.items() if not name.startswith("anchor/")},
             {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name},
         )
 
@@ -258,14 +262,27 @@ class Posterior(nn.Module):
     def load(cls, path: str | Path, network: nn.Module) -> Self:
         """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian."""
         tensors, about = storage.read(Path(path))
-        found = Posterior._kinds.get(about.get("kind", ""))
+        kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
+        found = Posterior._kinds.get(kind) if isinstance(kind, str) else None
         if found is None or not issubclass(found, cls):
-            raise InputError(f"{path}: holds a posterior of kind {about.get('kind')!r}, expected {cls.__name__}")
-        chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
-        posterior = found(network, bayesian=lambda name, _module: name in chosen, **about["options"])
+            raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
+        if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
+            raise InputError(f"{path}: its description lacks options, a seed or a name")
+        try:
+            posterior = found(network, **found._chosen_in(tensors), **options)
+        except TypeError as error:
+            raise InputError(f"{path}: its options are not those of a {kind} posterior ({error})") from None
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path)), str(path))
-        posterior.seed, posterior.name = about["seed"], about["name"]
+        posterior.seed, posterior.name = seed, name
         return posterior
+
+    @classmethod
+    def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the options that choose the parameters which a file holds as Bayesian."""
+        chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
+        return {"bayesian": lambda name, _module: name in chosen}
 
     def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return what `load_state` takes, of a file's tensors and description."""
@@ -275,7 +292,7 @@ class Posterior(nn.Module):
         self, source: Mapping[str, Tensor], origin: str, chosen: dict[str, Tensor], others: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         kept = self.network.state_dict()
-        _require_same(source, chosen | others | kept, origin)
+        require_same(source, chosen | others | kept, origin)
         self.network.load_state_dict(source, strict=False)
         return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
 
@@ -355,7 +372,8 @@ def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
     return bool(bad.any()) and bool((bad.to(expected.device) & expected.isfinite()).any())
 
 
-def _require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
+def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
+    """Refuse tensors that have not the expected names and shapes, or are not finite where those are."""
     for name, tensor in expected.items():
         if name not in given:
             raise InputError(f"{origin}: has no tensor '{name}'; is it of another network?")

@@ -104,10 +104,12 @@ def arrange(symbols: NDArray[np.integer] | Tensor, means: NDArray[np.floating] |
     By the layer their weights are in on average, rounded, then by mean. Symbols of K and above are left out.
     """
     array, values = np.asarray(symbols), np.asarray(means)
-    layer = np.repeat(np.arange(len(parts)), parts)[array < len(values)]
-    array = array[array < len(values)]
-    count = np.bincount(array, minlength=len(values))
-    layers = np.bincount(array, weights=layer, minlength=len(values)) / np.maximum(count, 1)
+    count, total = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
+    for number, where in enumerate(_slices(parts)):
+        part = array[where]
+        own = np.bincount(part[part < len(values)], minlength=len(values))
+        count, total = count + own, total + own * number
+    layers = total / np.maximum(count, 1)
     return np.lexsort((values, np.rint(layers)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -138,6 +139,13 @@ class MeanField(Posterior):
         if self.prior == "anchored":
             tensors["anchor"] = self.anchor
         return tensors
+
+    def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return what `load_state` takes: with the means for anchors where a file has none."""
+        if self.prior != "anchored" or any(name.startswith("anchor/") for name in tensors):
+            return tensors
+        means = {name: t for name, t in tensors.items() if name.startswith("mean/")}
+        return {**tensors, **{f"anchor/{name.removeprefix('mean/')}": t for name, t in means.items()}}
 
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the values of ρ are in the file."""

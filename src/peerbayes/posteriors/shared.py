@@ -15,12 +15,14 @@ from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
 from peerbayes.posteriors import storage
-from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights
-from peerbayes.posteriors.layout import Layout
-from peerbayes.posteriors.shared_file import SHARES, packed, unpacked
+from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, require_same
+from peerbayes.posteriors.grids import inverse_softplus
+from peerbayes.posteriors.index_codec import arrange
+from peerbayes.posteriors.shared_file import EXACT, SHARES, packed, unpacked
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
+BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
 BLENDED = 2  # components that a blended weight mixes
 
 
@@ -39,7 +41,7 @@ class Codebook:
         label: (n,), the component of each weight; anything for those of the other two classes.
         blended: (E,), weights that mix two components.
         blend_component: (E, 2), which.
-        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 255ths.
+        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 15ths.
         outlier: (O,), weights with a distribution of their own.
         outlier_mean: (O,).
         outlier_std: (O,).
@@ -73,12 +75,13 @@ class Shared(Posterior):
 
     Args:
         network: any module.
-        codebook: what `peerbayes.sharing` makes; None for one of these sizes that a file is read into.
+        codebook: what `peerbayes.sharing` makes; None for a stand-in that a file is read into.
         sampling: how weights are drawn.
         prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
             N(μ_i, prior_std²) as they were at first; ``"normal"``: N(0, prior_std²).
         prior_std: see ``prior``.
-        sizes: components, blended weights, outliers; where there is no codebook.
+        bits: of an outlier's mean in a file. With 32 every number is stored exactly. With 4 to 16 all are rounded:
+            components' means to 16 bits, scales to 8, and what is not shared to float16.
         weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
         bayesian: chooses parameters by (name, owning module).
         start_from: a trained network to take all other tensors from.
@@ -114,7 +117,7 @@ class Shared(Posterior):
         sampling: Sampling = "hierarchical",
         prior: Literal["anchored", "normal"] = "anchored",
         prior_std: float = 0.1,
-        sizes: Sequence[int] = (1, 0, 0),
+        bits: int = EXACT,
         weights: Sequence[str] | None = None,
         bayesian: Predicate = conv_and_linear_weights,
         start_from: Source | None = None,
@@ -133,12 +136,15 @@ class Shared(Posterior):
             raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
+        if bits not in BITS:
+            raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
         self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
-        self.sampling, self.prior, self.prior_std = sampling, prior, prior_std
-        self._take(codebook if codebook is not None else _blank(self.layout, sizes, self.rest.device))
+        self.sampling, self.prior, self.prior_std, self.bits = sampling, prior, prior_std, bits
+        self._usual = weights is None and bayesian is conv_and_linear_weights
+        self._take(codebook if codebook is not None else _blank(self.layout.size, self.rest.device))
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
         # The weights are those of the codebook; there are no means beside them.
@@ -146,12 +152,15 @@ class Shared(Posterior):
         self.rest = nn.Parameter(rest)
 
     def _take(self, book: Codebook) -> None:
-        """Take a codebook's tensors, also as the prior's anchor; sorted as in a file, with shares in 255ths."""
+        """Take a codebook's tensors, also as the prior's anchor; in the order of a file, with shares in 15ths.
+
+        Here, not where a file is written: noise goes by the order, so a file that is read back has the same draws.
+        """
         _check(book, self.layout.size)
-        book = _sorted(book)
+        book = _sorted(_arranged(book, self.layout.sizes))
         device = self.rest.device
         floats = {"component": book.component, "cholesky": book.cholesky, "outlier_mean": book.outlier_mean}
-        floats["outlier_rho"] = _inverse_softplus(book.outlier_std)
+        floats["outlier_rho"] = inverse_softplus(book.outlier_std)
         for name, tensor in floats.items():
             setattr(self, name, nn.Parameter(tensor.detach().to(device, torch.float32).clone()))
         self.register_buffer("label", book.label.to(device, torch.int32))
@@ -315,24 +324,29 @@ class Shared(Posterior):
 
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
-        return {
-            "sampling": self.sampling,
-            "prior": self.prior,
-            "prior_std": self.prior_std,
-            "sizes": [len(self.component), len(self.blended), len(self.outlier)],
-            "weights": list(self.layout.shapes),
-        }
+        found = {"sampling": self.sampling, "prior": self.prior, "prior_std": self.prior_std, "bits": self.bits}
+        return found if self._usual else found | {"weights": list(self.layout.shapes)}
+
+    @classmethod
+    def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
+        return {}  # a choice that is not the usual one is among the options
 
     def save(self, path: str | Path, anchors: bool = True) -> None:
-        """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone."""
-        tensors, coded = packed(self, anchors)
-        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name, "coded": coded}
-        storage.write(Path(path), tensors, about, in_order=True)
+        """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone.
+
+        Where numbers are rounded, the posterior itself becomes what is in the file, to the last bit.
+        """
+        tensors, more = packed(self, anchors)
+        if self.bits < EXACT:
+            own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
+            self.load_state(unpacked(tensors, more, self) | own)
+        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
+        storage.write(Path(path), tensors, about | more, in_order=True)
 
     def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:
         """Return what `load_state` takes, of a file's tensors and description."""
         try:
-            return unpacked(tensors, about, self.layout.sizes)
+            return unpacked(tensors, about, self)
         except InputError as error:
             raise InputError(f"{origin}: {error}") from None
 
@@ -352,42 +366,50 @@ class Shared(Posterior):
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
         """Copy what `state` returned into this posterior, whose codebook may have had another size."""
-        for name, own in self._book().items():
+        before = self._book()
+        for name, own in before.items():
             given = tensors.get(f"codebook/{name}")
             if given is not None and given.shape != own.shape and given.dim() == own.dim():
-                blank = torch.zeros_like(given, device=self.device, dtype=own.dtype)
-                if isinstance(own, nn.Parameter):
-                    setattr(self, name, nn.Parameter(blank))
-                else:
-                    setattr(self, name, blank)
+                self._put(name, torch.zeros_like(given, device=self.device, dtype=own.dtype))
+        try:
+            require_same(tensors, self.state(), origin)
+            book = {name: tensors[f"codebook/{name}"] for name in before if name not in ANCHORS}
+            rho = book.pop("outlier_rho")
+            _check(Codebook(**book, outlier_std=F.softplus(rho)), self.layout.size, origin, ascending=True)
+        except InputError:
+            for name, own in before.items():
+                self._put(name, own)
+            raise
         super().load_state(tensors, origin)
-        _check(self.codebook(), self.layout.size, origin)
         self._index()
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        trained = isinstance(getattr(self, name), nn.Parameter) and not isinstance(tensor, nn.Parameter)
+        setattr(self, name, nn.Parameter(tensor) if trained else tensor)
 
 
 ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}
 PLACES = ("label", "blended", "blend_component", "blend_weight", "outlier")
 
 
-def _blank(layout: Layout, sizes: Sequence[int], device: torch.device) -> Codebook:
-    components, blended, outliers = sizes
-    floats: Any = {"dtype": torch.float32, "device": device}
-    integers: Any = {"dtype": torch.int64, "device": device}
+def _blank(size: int, device: torch.device) -> Codebook:
+    """Return a codebook of one component."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
     return Codebook(
-        torch.ones(components, 2, **floats),
-        torch.zeros(components, 3, **floats),
-        torch.zeros(layout.size, **integers),
-        torch.arange(blended, **integers),
-        torch.zeros(blended, BLENDED, **integers),
-        torch.full((blended, BLENDED), 1 / BLENDED, **floats),
-        torch.arange(blended, blended + outliers, **integers),
-        torch.zeros(outliers, **floats),
-        torch.ones(outliers, **floats),
+        component=torch.ones(1, 2, device=device),
+        cholesky=torch.zeros(1, 3, device=device),
+        label=torch.zeros(size, dtype=torch.int64, device=device),
+        blended=none,
+        blend_component=none.view(0, BLENDED),
+        blend_weight=torch.empty(0, BLENDED, device=device),
+        outlier=none,
+        outlier_mean=torch.empty(0, device=device),
+        outlier_std=torch.empty(0, device=device),
     )
 
 
-def _check(book: Codebook, size: int, origin: str = "codebook") -> None:
-    """Refuse a codebook that does not describe ``size`` weights, each once."""
+def _check(book: Codebook, size: int, origin: str = "codebook", ascending: bool = False) -> None:
+    """Refuse a codebook that does not describe ``size`` weights, each once, or not in ``ascending`` order."""
     components = len(book.component)
     if components < 1 or book.component.shape != (components, 2) or book.cholesky.shape != (components, 3):
         raise InputError(f"{origin}: expected centres (K, 2) and Cholesky factors (K, 3) of at least one component")
@@ -401,11 +423,30 @@ def _check(book: Codebook, size: int, origin: str = "codebook") -> None:
         raise InputError(f"{origin}: expected two components and two shares for each of {shapes[0]} blended weights")
     if not len(book.outlier) == len(book.outlier_mean) == len(book.outlier_std):
         raise InputError(f"{origin}: outliers, their means and their scales are not equally many")
+    if not bool((book.outlier_std > 0).all()):
+        raise InputError(f"{origin}: scales of outliers have collapsed to 0, expected positive numbers")
     places = torch.cat([book.blended.long(), book.outlier.long()])
     if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
         raise InputError(f"{origin}: names a weight that is not among the {size}")
     if len(places.unique()) < len(places):
         raise InputError(f"{origin}: a weight is blended or an outlier twice")
+    if ascending and not all(bool((places.diff() > 0).all()) for places in (book.blended, book.outlier)):
+        raise InputError(f"{origin}: blended weights or outliers are not in the order of the weights")
+
+
+def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
+    """Number the components so that their index codes well, for tensors of these sizes."""
+    others = torch.cat([book.outlier, book.blended]).long()
+    index = book.label.long().index_fill(0, others, len(book.component)).cpu()
+    order = torch.from_numpy(arrange(index, book.component[:, 0].detach().cpu(), sizes)).to(book.label.device)
+    number = order.argsort()
+    return replace(
+        book,
+        component=book.component[order],
+        cholesky=book.cholesky[order],
+        label=number[book.label.long()].index_fill(0, others, 0),
+        blend_component=number[book.blend_component.long()],
+    )
 
 
 def _sorted(book: Codebook) -> Codebook:
@@ -420,10 +461,3 @@ def _sorted(book: Codebook) -> Codebook:
         outlier_mean=book.outlier_mean[place],
         outlier_std=book.outlier_std[place],
     )
-
-
-def _inverse_softplus(values: Tensor) -> Tensor:
-    values = values.double()
-    if not bool((values > 0).all()):
-        raise InputError("codebook: scales of outliers have collapsed to 0, expected positive numbers")
-    return values + torch.log(-torch.expm1(-values))

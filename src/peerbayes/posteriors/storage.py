@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}  # of files in order
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -109,8 +109,23 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")
     if metadata.get("digest") != _digest(tensors, metadata["peerbayes"]):
         raise InputError(f"{path}: corrupt (its contents do not match the digest in its header)")
-    about: dict[str, Any] = json.loads(metadata["peerbayes"])
+    try:
+        about = json.loads(metadata["peerbayes"])
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise InputError(f"{path}: corrupt (the 'peerbayes' entry of its header is not a JSON object)")
     return tensors, about
+
+
+def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
+    """Return how many bytes of a file that `read` can read are its header, and how many each tensor has, in order."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    del header["__metadata__"]
+    ends = {name: about["data_offsets"] for name, about in header.items()}
+    return 8 + length, {name: end - start for name, (start, end) in sorted(ends.items(), key=lambda item: item[1])}
 
 
 def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:

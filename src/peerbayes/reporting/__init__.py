@@ -5,6 +5,7 @@ from peerbayes.reporting.figures import write_sweep_figure
 from peerbayes.reporting.pipeline import pipeline_table
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
 from peerbayes.reporting.report import report_page
+from peerbayes.reporting.sizes import size_table, sizes
 from peerbayes.reporting.tables import differences, rows, sweep_table, text_table
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "pipeline_table",
     "report_page",
     "rows",
+    "size_table",
+    "sizes",
     "sweep_table",
     "text_table",
     "write_figure",

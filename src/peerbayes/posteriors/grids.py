@@ -1,0 +1,68 @@
+"""Numbers on coarse grids: whole multiples of a step, and powers of a ratio with a sign.
+
+Both are made so that numbers which lie on a grid already are given back the same codes and the same grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+
+import torch
+from torch import Tensor
+
+PER_OCTAVE = 8  # powers between a number and its double: neighbours differ by 9 %
+LEVELS = 127  # powers of each sign, which span 16 octaves
+# By single operations, which IEEE 754 rounds alike everywhere: a file is the same posterior on every machine.
+ROOT = math.sqrt(math.sqrt(math.sqrt(2.0)))
+RATIOS = list(itertools.accumulate([1.0] + [ROOT] * (PER_OCTAVE - 1), operator.mul))
+
+
+def to_multiples(values: Tensor, bits: int) -> tuple[Tensor, float]:
+    """Round to c · step with step = max |value| / (2^(bits-1) − 1); return c, int8 or int16, and the step.
+
+    The step has 16 binary digits, so that it is found again in what was rounded.
+    """
+    most = (1 << (bits - 1)) - 1
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    mantissa, exponent = math.frexp(largest / most)
+    step = math.ldexp(round(mantissa * 65536), exponent - 16) or 1.0
+    codes = (values.double() / step).round().clamp(-most, most)
+    return codes.to(torch.int8 if bits <= 8 else torch.int16), step
+
+
+def from_multiples(codes: Tensor, step: float) -> Tensor:
+    """Return c · step, float32."""
+    return (codes.double() * step).float()
+
+
+def to_powers(values: Tensor) -> tuple[Tensor, int]:
+    """Round to 0 or ± 2^((top + level − 127) / 8), level 1 to 127; return codes, uint8, and top.
+
+    A code is the level, with 128 for a minus; 0 is 0. What is less than 2^-16 of the largest gets the lowest level.
+    """
+    size = values.double().abs()
+    some = size > 0
+    power = (torch.where(some, size, 1.0).log2() * PER_OCTAVE).round().long()
+    top = int(power[some].max()) if bool(some.any()) else 0
+    level = (power - top + LEVELS).clamp_min(1)
+    return torch.where(some, level + 128 * (values < 0), 0).to(torch.uint8), top
+
+
+def from_powers(codes: Tensor, top: int) -> Tensor:
+    """Return the numbers of codes, float32."""
+    powers = range(top - LEVELS + 1, top + 1)
+    levels = [0.0, *(math.ldexp(RATIOS[power % PER_OCTAVE], power // PER_OCTAVE) for power in powers)]
+    return torch.tensor(levels + [-level for level in levels])[codes.long()]
+
+
+def inverse_softplus(values: Tensor) -> Tensor:
+    """Return ρ with softplus(ρ) = value, float64; −inf for 0."""
+    values = values.double()
+    return values + torch.log(-torch.expm1(-values))
+
+
+def fits_half(tensor: Tensor) -> bool:
+    """Tell whether float16 holds all numbers to a relative error of 2^-10, or to 1e-6; infinities stay infinities."""
+    return torch.allclose(tensor.half().float(), tensor, rtol=2.0**-10, atol=1e-6, equal_nan=True)

@@ -1,0 +1,162 @@
+"""The honest account of a weights file: what it counts, where its bytes are, and what others would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from peerbayes.data import Dataset
+from peerbayes.learning import Run, load_data, source_weights
+from peerbayes.learning.run import peers_at, pick_device
+from peerbayes.posteriors import MeanField, Posterior, Shared, predict_split, storage
+from peerbayes.posteriors.quantised import Form, forms
+from peerbayes.reporting.outside import figures_of
+from peerbayes.reporting.records import Record, find_runs
+from peerbayes.reporting.tables import FIGURES
+
+OTHER = "everything else"
+PARTS = {
+    "means/index": "index",
+    "means/component": "components",
+    "means/outlier": "outliers",
+    "means/blend": "blends",
+    "scales/": "scales",
+    "mean/": "means",
+    "rho/": "scales",
+    "factor/": "factors",
+    "factor_rho/": "scales",
+    "anchor/": "anchors",
+}
+
+
+def sizes(
+    path: str | Path,
+    *,
+    judged: bool = False,
+    device: str | torch.device = "auto",
+    root: str | Path | None = None,
+) -> Iterator[Record]:
+    """Yield an account of every peer of a finished run, of all runs of a folder, or of the peer of a weights file.
+
+    Args:
+        path: a run folder, a folder of runs, or a weights file of a run.
+        judged: also judge the file and its other forms on the run's test split, with the recipe's number of draws.
+        device: where to predict.
+        root: data root.
+    """
+    path = Path(path).expanduser()
+    for one in [path] if path.suffix == ".safetensors" else find_runs(path):
+        run, names = peers_at(one)
+        judge = _Judge(run, load_data(run.recipe, root, run.vocabulary), pick_device(device)) if judged else None
+        for name in names:
+            yield _account(run, name, judge)
+
+
+def _account(run: Run, name: str, judge: _Judge | None) -> Record:
+    posterior, file = run[name], run.weights_file(name)
+    record: Record = {
+        "run": str(run.folder),
+        "peer": name,
+        "kind": posterior.kind,
+        "file": str(file),
+        "weights": posterior.layout.size,
+        "trainable": sum(parameter.numel() for parameter in posterior.parameters()),
+        "bytes": file.stat().st_size,
+        "parts": _parts(file),
+        "same_posterior": str(file),
+    }
+    same = posterior
+    if isinstance(posterior, Shared):
+        counts = {
+            "outliers": len(posterior.outlier),
+            "blended": len(posterior.blended),
+            "components": len(posterior.component),
+        }
+        record |= counts | {"paper_count": paper_count(**counts), "same_posterior": None}
+        source = _source(run, name, posterior)
+        if source is not None:
+            same, record["same_posterior"] = source[1], str(source[0])
+    rows = []
+    # Forms are made where they are judged.
+    others = forms(same if judge is None else same.to(judge.device))
+    for form in chain([Form("this file", record["bytes"], posterior)], others):
+        figures = judge.figures(form.posterior, name) if judge is not None else {}
+        rows.append({"name": form.name, "bytes": form.bytes, **figures})
+    whole = rows[1]["bytes"]
+    return record | {"forms": [row | {"percent": 100 * row["bytes"] / whole} for row in rows]}
+
+
+def _parts(file: Path) -> dict[str, int]:
+    """Return the bytes of a file by part; together they are all of it."""
+    header, tensors = storage.bytes_of(file)
+    found = dict.fromkeys([*PARTS.values(), OTHER], 0)
+    for tensor, size in tensors.items():
+        found[next((part for start, part in PARTS.items() if tensor.startswith(start)), OTHER)] += size
+    return {part: size for part, size in found.items() if size or part == OTHER} | {"header": header}
+
+
+def paper_count(outliers: int, blended: int, components: int) -> int:
+    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index."""
+    return outliers + blended + 2 * components
+
+
+def _source(run: Run, name: str, posterior: Shared) -> tuple[Path, MeanField] | None:
+    """Return the mean-field posterior that a codebook was made of, where it is still there."""
+    path = source_weights(run, name)
+    if path is None:
+        return None
+    found = Posterior.load(path, posterior.materialise())
+    return (path, found) if isinstance(found, MeanField) else None
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Judges posteriors as a run's own are judged."""
+
+    run: Run
+    data: Dataset
+    device: torch.device
+
+    def figures(self, posterior: Posterior, name: str) -> Record:
+        """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
+        options = self.run.recipe.evaluation
+        found = predict_split(posterior.to(self.device), self.data.test, options.draws, seed=self.run.seed, name=name)
+        return figures_of(*found[:2], options.ece_bins)
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def size_table(record: Record) -> str:
+    """Return an account as text."""
+    shared, same = "paper_count" in record, record["same_posterior"]
+    lines = [f"{record['file']}: a {record['kind']} posterior over {record['weights']:,} weights"]
+    if shared:
+        lines.append(
+            f"paper count {record['paper_count']:,} = {record['outliers']:,} outliers + {record['blended']:,} blended "
+            f"+ 2 x {record['components']:,} components"
+        )
+    lines += [f"trainable numbers {record['trainable']:,}", ""]
+    parts = record["parts"] | {"total": record["bytes"]}
+    rows = [(name, f"{size:,}", f"{100 * size / record['bytes']:.1f}") for name, size in parts.items()]
+    lines += [*_columns([("part", "bytes", "%"), *rows]), ""]
+    if shared:
+        lines.append(f"beside {'its own means and scales' if same is None else same}:")
+    judged = {title: how for title, how in FIGURES.items() if how[0] in record["forms"][0]}
+    table = [("", "bytes", "%", *judged)]
+    for form in record["forms"]:
+        figures = [f"{form[key] * factor:.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]
+        table.append((form["name"], f"{form['bytes']:,}", f"{form['percent']:.1f}", *figures))
+    return "\n".join([*lines, *_columns(table)])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]

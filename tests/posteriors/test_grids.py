@@ -1,0 +1,60 @@
+"""Numbers on coarse grids: how far they move, and that they stay where they are the second time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerbayes.posteriors.grids import from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
+
+FLOATS = st.lists(st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), max_size=40)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 10, 16])
+def test_multiples_are_those_of_numpy(bits):
+    values = np.random.default_rng(bits).normal(0, 0.3, 5000).astype(np.float32)
+    codes, step = to_multiples(torch.from_numpy(values), bits)
+    most = 2 ** (bits - 1) - 1
+    assert step == pytest.approx(np.abs(values).max() / most, rel=2**-16)
+    expected = np.clip(np.rint(values.astype(np.float64) / step), -most, most)
+    assert np.array_equal(codes.numpy(), expected)
+    assert np.abs(from_multiples(codes, step).numpy() - values).max() <= step * 0.5001
+    assert codes.dtype == (torch.int8 if bits <= 8 else torch.int16)
+
+
+def test_powers_are_those_of_numpy():
+    generator = np.random.default_rng(0)
+    values = (generator.normal(size=5000) * np.exp(generator.normal(size=5000))).astype(np.float32)
+    values[::100] = 0
+    codes, top = to_powers(torch.from_numpy(values))
+    found = from_powers(codes, top).numpy()
+    size = np.abs(values.astype(np.float64))
+    assert top == np.rint(8 * np.log2(size.max()))
+    power = np.maximum(np.rint(8 * np.log2(np.where(size > 0, size, 1))), top - 126)
+    np.testing.assert_allclose(found, np.sign(values) * 2 ** (power / 8), rtol=1e-6)
+    far = size > 2.0 ** ((top - 126) / 8)
+    assert np.abs(np.log2(np.abs(found[far]) / size[far])).max() <= 1 / 16 + 1e-6
+
+
+@settings(max_examples=150, deadline=None)
+@given(FLOATS, st.integers(4, 16))
+def test_what_lies_on_a_grid_stays_there(numbers, bits):
+    values = torch.tensor(numbers, dtype=torch.float32)
+    codes, step = to_multiples(values, bits)
+    again, same = to_multiples(from_multiples(codes, step), bits)
+    assert torch.equal(again, codes)
+    assert same == step
+    codes, top = to_powers(values)
+    again, still = to_powers(from_powers(codes, top))
+    assert torch.equal(again, codes)
+    assert still == top
+
+
+def test_softplus_is_undone():
+    values = torch.tensor([1e-6, 1e-3, 0.1, 1.0, 30.0], dtype=torch.float64)
+    torch.testing.assert_close(F.softplus(inverse_softplus(values)), values)
+    assert inverse_softplus(torch.zeros(1)).item() == -torch.inf

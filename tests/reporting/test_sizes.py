@@ -1,0 +1,167 @@
+"""The account of weights files: every byte, every count, and the forms beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import peerbayes as pb
+from peerbayes import cli, reporting
+from peerbayes.learning import load_data, load_recipe, train
+from peerbayes.posteriors import storage
+from peerbayes.reporting.sizes import paper_count
+
+SMALL = ["stages.0.epochs=1", "evaluation.draws=3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sizes")
+    point = train(load_recipe("sharing/digits-resnet8-dnn", SMALL), folder / "point", device="cpu")
+    start = [*SMALL, f"peers.0.start_from={point.folder}"]
+    train(load_recipe("sharing/digits-resnet8-stage1", start), folder / "mean_field", device="cpu")
+    start = [*SMALL, f"peers.0.start_from={folder / 'mean_field'}", "peers.0.posterior.components=30"]
+    train(load_recipe("sharing/digits-resnet8-shared", start), folder / "shared", device="cpu")
+    rank_one = 'peers.0.posterior={kind="rank_one", members=2, gaussian=true}'
+    train(load_recipe("sharing/digits-resnet8-dnn", [*SMALL, rank_one]), folder / "rank_one", device="cpu")
+    return folder
+
+
+def call(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["size", *map(str, words)])
+    printed = capsys.readouterr()
+    return end.value.code, printed.out, printed.err
+
+
+@pytest.mark.parametrize("kind", ["point", "mean_field", "rank_one", "shared"])
+def test_every_byte_of_the_file_is_in_one_part(kind, runs, capsys):
+    code, out, _ = call(capsys, runs / kind, "--json")
+    assert code == 0
+    (record,) = json.loads(out)
+    posterior = pb.load(runs / kind)["net"]
+    file = runs / kind / "weights-net.safetensors"
+    assert record["kind"] == kind
+    assert record["file"] == str(file)
+    assert record["bytes"] == file.stat().st_size == sum(record["parts"].values())
+    assert record["trainable"] == sum(p.numel() for p in posterior.parameters())
+    assert record["weights"] == posterior.layout.size
+    forms = {form["name"]: form for form in record["forms"]}
+    assert next(iter(forms)) == "this file"
+    whole = forms["network, float32" if kind == "point" else "float32"]
+    for form in forms.values():
+        assert form["percent"] == pytest.approx(100 * form["bytes"] / whole["bytes"])
+        assert "nll" not in form
+
+
+def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, capsys):
+    (record,) = json.loads(call(capsys, runs / "shared", "--json")[1])
+    tensors, _ = storage.read(runs / "shared" / "weights-net.safetensors")
+    size = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    parts = record["parts"]
+    assert list(parts) == ["index", "components", "outliers", "blends", "scales", "everything else", "header"]
+    assert parts["index"] == size["means/index"]
+    assert parts["outliers"] == size["means/outlier"]
+    assert parts["components"] == size["means/component"]
+    assert parts["blends"] == sum(size[f"means/blend_{name}"] for name in ("first", "step", "weight"))
+    assert parts["scales"] == size["scales/component"] + size["scales/outlier"]
+    data = (runs / "shared" / "weights-net.safetensors").read_bytes()
+    assert parts["header"] == 8 + int.from_bytes(data[:8], "little")
+
+
+def test_counts_are_those_of_the_paper_and_of_training(runs, capsys):
+    (record,) = json.loads(call(capsys, runs / "shared", "--json")[1])
+    posterior = pb.load(runs / "shared")["net"]
+    outliers, blended, components = len(posterior.outlier), len(posterior.blended), len(posterior.component)
+    assert record["paper_count"] == outliers + blended + 2 * components
+    assert record["trainable"] == 2 * outliers + 5 * components + posterior.rest.numel()
+    assert round(paper_count(23013, 10885, 2217), -3) == 38_000  # a row of the paper's tables
+
+
+def test_the_same_posterior_is_the_one_that_was_shared_or_its_own_numbers(runs, capsys, tmp_path):
+    (record,) = json.loads(call(capsys, runs / "shared" / "weights-net.safetensors", "--json")[1])
+    source = pb.load(runs / "mean_field")
+    assert record["same_posterior"] == str(source.weights_file("net"))
+    forms = {form["name"]: form["bytes"] for form in record["forms"]}
+    field = source["net"]
+    others = sum(t.numel() * t.element_size() for n, t in field.state().items() if n.startswith(("rest/", "network/")))
+    assert forms["float32"] == 8 * field.layout.size + others
+    shutil.copytree(runs / "shared", tmp_path / "alone")
+    recipe = (tmp_path / "alone" / "recipe.toml").read_text()
+    (tmp_path / "alone" / "recipe.toml").write_text(recipe.replace(str(runs / "mean_field"), str(tmp_path / "gone")))
+    (record,) = json.loads(call(capsys, tmp_path / "alone", "--json")[1])
+    assert record["same_posterior"] is None
+    shared = pb.load(runs / "shared")["net"]
+    rest = sum(t.numel() * t.element_size() for n, t in shared.state().items() if n.startswith(("rest/", "network/")))
+    assert {f["name"]: f["bytes"] for f in record["forms"]}["float32"] == 8 * shared.layout.size + rest
+
+
+def test_forms_are_judged_as_runs_are(runs, capsys):
+    (record,) = json.loads(call(capsys, runs / "shared", "--evaluate", "--json", "--device", "cpu")[1])
+    forms = {form["name"]: form for form in record["forms"]}
+    for name, kind in (("this file", "shared"), ("float32", "mean_field")):
+        peer = reporting.evaluate(runs / kind, device="cpu")["peers"][0]
+        assert all(forms[name][key] == peer[key] for key in ("accuracy", "nll", "ece"))
+    network = pb.load(runs / "mean_field")["net"].materialise().eval()
+    images, labels = load_data(load_recipe(runs / "shared" / "recipe.toml")).test.batch(torch.arange(500), "cpu")
+    with torch.no_grad():
+        nll = torch.nn.functional.cross_entropy(network(images.float() / 255), labels)
+    assert forms["network, float32"]["nll"] == pytest.approx(float(nll), rel=1e-4)
+    assert forms["network, 3 bits"]["nll"] != forms["network, float32"]["nll"]
+
+
+def test_the_table_shows_every_part_and_form(runs, capsys):
+    code, out, _ = call(capsys, runs / "shared", runs / "point", "--evaluate", "--device", "cpu")
+    assert code == 0
+    for word in ("paper count", "trainable numbers", "index", "everything else", "header", "total", "this file",
+                 "int8, 1-bit scales", "network, 3 bits", "ACC", "NLL", "beside", "point posterior"):  # fmt: skip
+        assert word in out
+
+
+def test_a_folder_of_runs_has_an_account_each(runs, capsys):
+    records = json.loads(call(capsys, runs, "--json")[1])
+    assert sorted(record["kind"] for record in records) == ["mean_field", "point", "rank_one", "shared"]
+
+
+def spoil(folder, how):
+    file = folder / "weights-net.safetensors"
+    if how == "unfinished":
+        about = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(about | {"finished": False}))
+    elif how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        tensors, about = storage.read(file)
+        index = tensors["means/index"]
+        tensors["means/index"] = torch.cat([index[: len(index) // 16 * 8 - 1], torch.ones(1, dtype=torch.uint8)])
+        storage.write(file, tensors, about)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("unfinished", "the run is not finished"),
+        ("missing", "weights-net.safetensors: no such file"),
+        ("cut", "weights-net.safetensors: not a readable safetensors file"),
+        ("index", "weights-net.safetensors: 'means/index': index: damaged"),
+    ],
+)
+def test_what_can_not_be_counted_is_one_sentence(how, sentence, runs, tmp_path, capsys):
+    shutil.copytree(runs / "shared", tmp_path / "run")
+    spoil(tmp_path / "run", how)
+    code, out, err = call(capsys, tmp_path / "run")
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
+    code, _, err = call(capsys, tmp_path)
+    assert code == 2
+    assert "neither a run folder nor a folder of runs" in err
