@@ -24,11 +24,13 @@ MADE = "made"  # corruptions made here, not read from a folder
 BINS = 30  # of entropy histograms
 
 
-def judge_outside(
-    predict: Callable[[Split], Tensor], log_p: Tensor, other: str, loaded: Dataset, root: str | Path | None
-) -> Record:
-    """Return how well entropy tells another data set from the test split, with histograms of the entropies."""
-    outside = predict(_other(other, loaded, root))
+def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
+    """Return how well entropy tells another data set from the test split, with histograms of the entropies.
+
+    Args:
+        log_p: log-probabilities (N, C) of the test split.
+        outside: log-probabilities (K, C) of the other data set.
+    """
     inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
     most = math.log(log_p.shape[1])
     edges = torch.linspace(0, most, BINS + 1)
@@ -41,7 +43,8 @@ def judge_outside(
     }
 
 
-def _other(other: str, loaded: Dataset, root: str | Path | None) -> Split:
+def load_outside(other: str, loaded: Dataset, root: str | Path | None) -> Split:
+    """Load another data set in the form of one's own, whatever its classes."""
     if loaded.vocabulary is not None:
         return load_texts(other, loaded.vocabulary, root=root)
     split = load_images(other, root=root, size=loaded.shape[1])
