@@ -89,6 +89,9 @@ def test_derived_figures_are_quotients_of_their_parts():
     medians |= dict(zip((*bench.THEIRS, *bench.RATIOS["bayesian_over_deterministic"]), (24.0, 30.0, 1.5, 1.2)))
     medians |= {f"distillation.{name}_step_ms": ms for name, ms in (("kd", 2.0), ("latentbe", 3.0))}
     medians |= {"distillation.latentbe_tdiv_sdiv_step_ms": 5.0}
+    medians |= {
+        f"sharing.{name}_draw_ms": ms for name, ms in (("mean_field", 4.0), ("moment", 3.0), ("hierarchical", 7.0))
+    }
     measured = {key: {"median": value} for key, value in medians.items()}
     measured["pair_epoch_s"]["peak_memory_gib"] = 0.75
     found = bench.figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
@@ -100,6 +103,7 @@ def test_derived_figures_are_quotients_of_their_parts():
     assert figures["bayesian_over_deterministic"] == pytest.approx(1.25)
     assert figures["predict_rate"] == 1e6
     assert (figures["latentbe_over_kd"], figures["tdiv_sdiv_over_kd"]) == (1.5, 2.5)
+    assert (figures["moment_draw_over_mean_field"], figures["hierarchical_draw_over_mean_field"]) == (0.75, 1.75)
     assert figures["peak_memory_gib"]["captured"] == 0.75
     assert found["notes"]["peak_memory_gib.eager"] == "needs eager_pair_epoch_s"
 
@@ -163,6 +167,26 @@ def test_only_measures_what_a_figure_needs_and_keeps_the_rest(tmp_path, stopwatc
     path.write_text(json.dumps(old))
     record = run(path, ["growth.draws"])
     assert record["figures"]["speedup_single"] is None  # of another torch
+
+
+def test_settings_that_came_later_do_not_make_a_file_worthless(tmp_path, stopwatch):
+    path = tmp_path / "b.json"
+    run(path, ["bayesian_over_deterministic"])
+    for change, kept in (({"components": None}, True), ({"batch": 5}, False)):
+        old = json.loads(path.read_text())
+        old["settings"] = {k: v for k, v in (old["settings"] | change).items() if v is not None}
+        path.write_text(json.dumps(old))
+        record = run(path, ["growth.draws"])
+        assert (record["figures"]["bayesian_over_deterministic"] is not None) == kept
+
+
+def test_shared_weights_are_measured_against_one_mean_field_posterior(tmp_path):
+    record = run(tmp_path / "b.json", ["moment_draw_over_mean_field", "sharing.clustering_s"])
+    drawn = record["measurements"]["sharing.moment_draw_ms"]
+    assert drawn["weights"] == record["measurements"]["sharing.clustering_s"]["weights"]
+    found = record["figures"]["sharing"]
+    assert record["figures"]["moment_draw_over_mean_field"] == found["moment_draw_ms"] / found["mean_field_draw_ms"]
+    assert found["point_step_ms"] is None  # was not asked for
 
 
 def test_an_engine_that_gives_up_is_a_failure(tmp_path, monkeypatch):

@@ -148,7 +148,7 @@ def test_evaluate_against_another_data_set(trained, place):
         (figures,) = peer["out_of_distribution"].values()
         # Noise like the test images themselves: nothing tells them apart.
         assert figures["auroc"] == pytest.approx(0.5, abs=0.35)
-    assert "auroc" in called("evaluate", trained[0], "--ood", place / "outside.npz", "--device", "cpu")
+    assert "AUROC" in called("evaluate", trained[0], "--ood", place / "outside.npz", "--device", "cpu")
 
 
 def test_the_run_folder_repeats_the_recipe(trained, place):

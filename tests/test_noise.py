@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy import stats
 
+from peerbayes import noise
 from peerbayes.data import AUGMENTATIONS, augment
 from peerbayes.errors import InputError
 from peerbayes.learning.cohort import prepare_images
@@ -277,3 +278,16 @@ def test_compiled_augmentation_is_the_same(names):
         # Angles may round differently, and a pixel with them.
         torch.testing.assert_close(found, eager, rtol=0, atol=1.01 / 255 if names == ["rotate"] else 0.0)
         assert torch.equal(eager, prepare_images(images, names, seed, torch.tensor(number), 2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 399, 400, 401])
+def test_normal_numbers_do_not_depend_on_the_pieces_they_are_made_in(count, monkeypatch):
+    address = Address(3, "peer", "draw", 9)
+    whole = normal(address, count)
+    monkeypatch.setattr(noise, "PIECE", 37)
+    assert torch.equal(normal(address, count), whole)
+    again, half = torch.full((count + 1,), torch.nan), (count + 1) // 2
+    for first, last, one, other in noise.normal_pieces(noise.start(address), count):
+        again[first:last] = one
+        again[half + first : half + last] = other[: count + 1 - half - first]
+    assert torch.equal(again[:count], whole)

@@ -1,4 +1,4 @@
-"""Speed and memory on this machine: engines, a point pair, bayesian-torch, prediction, and how it all grows.
+"""Speed and memory on this machine: engines, a point pair, bayesian-torch, prediction, shared weights, and growth.
 
 Images are random. In a record ``measurements`` holds what was timed, and ``figures`` is a function of it alone.
 """
@@ -6,6 +6,7 @@ Images are random. In a record ``measurements`` holds what was timed, and ``figu
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import importlib.metadata
@@ -16,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from peerbayes.learning.engine import Name
 from peerbayes.learning.run import network_inputs, pick_device, read_json
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import RankOne, prediction, storage
+from peerbayes.noise import Address, normal
+from peerbayes.posteriors import Codebook, MeanField, Point, Posterior, RankOne, Shared, prediction, storage
+from peerbayes.posteriors.shared import SAMPLINGS
+from peerbayes.sharing import Sharing, share, shared_weights
 
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side
 NEEDS_GPU = "needs a CUDA device"
@@ -44,9 +48,13 @@ RATIOS = {
     "speedup_packed": ("bayesian_torch_step_ms", "packed_network_step_ms"),
     "latentbe_over_kd": ("distillation.latentbe_step_ms", "distillation.kd_step_ms"),
     "tdiv_sdiv_over_kd": ("distillation.latentbe_tdiv_sdiv_step_ms", "distillation.kd_step_ms"),
+    "moment_draw_over_mean_field": ("sharing.moment_draw_ms", "sharing.mean_field_draw_ms"),
+    "hierarchical_draw_over_mean_field": ("sharing.hierarchical_draw_ms", "sharing.mean_field_draw_ms"),
 }
 STUDENTS = ("kd", "latentbe", "latentbe-tdiv-sdiv")  # recipes of distillation, cheapest first
 MEMBERS = ("average", "members", "tiled")  # how a rank-one student predicts: one network, each member, all at once
+FIELD = "mean_field"  # Bayes by Backprop, which shared weights are measured against
+LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "moment", "cluster"), "shared")}
 SOURCES = {  # what a figure that is not timed itself is made of
     "bayesian_torch_step_ms": tuple(THEIRS),
     "packed_network_step_ms": ("packed3_epoch_s",),
@@ -78,10 +86,14 @@ class Plan:
     networks: tuple[str, ...] = ("resnet20", "resnet32", "resnet56")  # the first one wherever nothing grows
     peers: tuple[int, ...] = (2, 4, 8)
     student: str = "wrn28x1"  # of four teachers like it
+    shared: str = "resnet18"  # whose weights share so many components, at first
+    components: int = 6000
 
 
 CPU = Plan("eager", "float32", 4096, 32, 1, 3, 3, 3, 3, 256, 10, (1, 2, 4, 8, 16), (1, 8, 32))
+CPU = replace(CPU, shared="resnet20", components=500)
 QUICK = Plan("eager", "float32", 64, 4, 1, 1, 1, 1, 2, 4, 2, (1, 2), (1, 2), ("resnet8",), (2,), "resnet8")
+QUICK = replace(QUICK, shared="resnet8", components=20)
 
 
 class _Strict(Reporter):
@@ -95,14 +107,21 @@ class Cohorts:
     """Cohorts of a recipe, warmed up, that step in turn; ``setup_s`` goes from building them to their first step."""
 
     def __init__(
-        self, bench: Bench, recipe: Recipe, engine: Name, count: int = 1, teachers: Teachers | None = None
+        self,
+        bench: Bench,
+        recipe: Recipe,
+        engine: Name,
+        count: int = 1,
+        teachers: Teachers | None = None,
+        peer: Posterior | None = None,
     ) -> None:
         began = time.perf_counter()
         how: dict[str, Any] = {"reporter": _Strict(), "engine": engine, "autocast": bench.autocast}
         how["teachers"] = teachers
         self.learners = []
         for seed in range(count):
-            peers = {p.name: build_peer(p, recipe, bench.data, seed, Path(), bench.device) for p in recipe.peers}
+            build = partial(build_peer, recipe=recipe, loaded=bench.data, seed=seed, runs=Path(), device=bench.device)
+            peers = {p.name: build(p) if peer is None else peer for p in recipe.peers}
             self.learners.append(Learner(recipe, peers, bench.data, seed, **how))
         self._running = [learner.steps() for learner in self.learners]
         for learner, running in zip(self.learners, self._running, strict=True):
@@ -255,6 +274,77 @@ class Bench:
         timed = self.times(PREDICTED / self.plan.predicted, ways)
         return {key: one | {"setup_s": setup[key], "images": len(images)} for key, one in timed.items()}
 
+    @cached_property
+    def field(self) -> MeanField:
+        """An untrained mean-field posterior that is to be shared."""
+        network = networks.build(self.plan.shared, network_inputs(self.data))
+        return MeanField(network, rho=-6.0, prior="anchored", prior_std=0.1).to(self.device)
+
+    @cached_property
+    def codebook(self) -> tuple[Codebook, dict[str, Any]]:
+        """Its codebook, with the account of how it was made; noise stands for gradients."""
+        gradient = normal(Address(0, "bench", "gradient"), shared_weights(self.field)[0].size, self.device)
+        return share(self.field, Sharing(components=self.plan.components), gradient)
+
+    def posterior(self, kind: str) -> Posterior:
+        """Return a point, the mean-field posterior, or shared weights with some sampling."""
+        if kind == "point":
+            return Point(self.field.materialise()).to(self.device)
+        if kind == FIELD:
+            return copy.deepcopy(self.field)
+        found = Shared(self.field.materialise(), self.codebook[0], sampling=kind)  # type: ignore[arg-type]
+        return found.to(self.device)
+
+    def clustering(self) -> Measured:
+        """Time the way from a mean-field posterior to a codebook: outliers, components, merging, blending."""
+        setup = self.seconds(lambda: self.codebook)
+
+        def again() -> None:
+            del self.codebook
+            assert self.codebook
+
+        timed = self.times(1.0, {"sharing.clustering_s": again})
+        return {key: one | {"setup_s": setup, **self.codebook[1]} for key, one in timed.items()}
+
+    def draws(self) -> Measured:
+        """Time draws of a mean-field posterior and of shared weights by sampling, in turn."""
+        kinds = {f"sharing.{kind}_draw_ms": self.posterior(kind) for kind in (FIELD, *SAMPLINGS)}
+        count = max(10, self.plan.some)
+        images = self.data.train.batch(torch.arange(1), self.device)[0]
+        setup = {key: self.seconds(partial(posterior.predict, images, 2)) for key, posterior in kinds.items()}
+
+        @torch.no_grad()
+        def draw(posterior: Posterior) -> None:
+            for number in range(count):
+                posterior.draw(Address(0, "bench", "draw", number))
+
+        timed = self.times(1e3 / count, {key: partial(draw, posterior) for key, posterior in kinds.items()})
+        size = kinds["sharing.moment_draw_ms"].layout.size
+        return {key: one | {"setup_s": setup[key], "weights": size, "draws": count} for key, one in timed.items()}
+
+    def sharing_steps(self) -> Measured:
+        """Time training steps of a point, a mean-field posterior and shared weights, one network alone, in turn."""
+        cohorts, count = {}, self.plan.some
+        for kind, recipe in LEARNING.items():
+            table = load_recipe(f"sharing/cifar10-resnet18-{recipe}").model_dump(exclude_none=True)
+            table["data"] |= {"batch_size": self.plan.batch, "classes": 100}
+            parsed = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+            cohorts[f"sharing.{kind}_step_ms"] = Cohorts(self, parsed, self.plan.engine, peer=self.posterior(kind))
+        timed = self.times(1e3 / count, {key: partial(found.step, count) for key, found in cohorts.items()})
+        return {key: one | {"setup_s": cohorts[key].setup_s, "steps": count} for key, one in timed.items()}
+
+    def sharing_predictions(self) -> Measured:
+        """Time predictions of a point, a mean-field posterior and shared weights by sampling, in turn."""
+        images = self.data.train.batch(torch.arange(self.plan.predicted), self.device)[0]
+        calls = {
+            f"sharing.predict_{kind}_s": partial(self.posterior(kind).predict, images, self.plan.draws)
+            for kind in ("point", FIELD, *SAMPLINGS)
+        }
+        setup = {key: self.seconds(call) for key, call in calls.items()}
+        timed = self.times(PREDICTED / self.plan.predicted, calls)
+        about = {"images": len(images), "draws": self.plan.draws}
+        return {key: one | {"setup_s": setup[key], **about} for key, one in timed.items()}
+
     def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
         """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""
         images = self.data.train.batch(torch.arange(count), self.device)[0]
@@ -306,6 +396,14 @@ def measurements(bench: Bench) -> list[Measurement]:
         (tuple(f"distillation.{name.replace('-', '_')}_step_ms" for name in STUDENTS), False, bench.distillation)
     )
     found.append((tuple(f"distillation.predict_{way}_s" for way in MEMBERS), False, bench.members))
+    shared: dict[str, tuple[Callable[[], Measured], Sequence[str]]] = {
+        "sharing.clustering_s": (bench.clustering, [""]),
+        "sharing.{}_draw_ms": (bench.draws, [FIELD, *SAMPLINGS]),
+        "sharing.{}_step_ms": (bench.sharing_steps, list(LEARNING)),
+        "sharing.predict_{}_s": (bench.sharing_predictions, ["point", FIELD, *SAMPLINGS]),
+    }
+    for name, (measure, kinds) in shared.items():
+        found.append((tuple(name.format(kind) for kind in kinds), False, measure))
     for network in plan.networks:
         epochs(f"growth.network.{network}", "ours", plan.some, network=network)
     for peers in plan.peers:
@@ -359,7 +457,7 @@ def run(
     name = re.sub("[^a-z0-9]+", "-", (about["hardware"] if bench.on_gpu else platform.machine()).lower())
     path = out or Path("results") / f"bench-{name}{'-quick' if quick else ''}.json"
     before = read_json(path) if only and path.is_file() else {}
-    measured: Measured = before["measurements"] if all(before.get(key) == about[key] for key in about) else {}
+    measured: Measured = before["measurements"] if _same(before, about) else {}
 
     def write() -> dict[str, Any]:
         setup = {key: one["setup_s"] for key, one in measured.items() if "setup_s" in one}
@@ -385,6 +483,13 @@ def run(
         for key in names:
             reporter.headline(f"{record['seconds']:7.1f} s  {key} {found[key].get('median', found[key].get('failed'))}")
     return record, path
+
+
+def _same(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Return whether a record was made under the same conditions; a setting that it does not know concerns others."""
+    known = before.get("settings", {})
+    settings = {key: value for key, value in about["settings"].items() if key in known}
+    return all(before.get(key) == value for key, value in {**about, "settings": settings}.items())
 
 
 def _expand(name: str, keys: Sequence[str]) -> list[str]:

@@ -547,9 +547,6 @@ def _show(records: list[Record], as_json: bool, many: bool, calibrated: bool = F
             if record["settle"] is not None:
                 spent = f"{peer['draws_spent']:.1f} of at most {record['draws']} draws an image"
                 typer.echo(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")
-            for name, figures in peer.get("out_of_distribution", {}).items():
-                shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if isinstance(value, float))
-                typer.echo(f"seed {record['seed']} {peer['name']} against {name}: {shown}")
 
 
 def _parse_seeds(text: str) -> list[int]:

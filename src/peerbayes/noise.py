@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,10 @@ from peerbayes.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed integer
 _INVERSE = 0xF1DE83E19937733D - (1 << 64)  # of GAMMA, modulo 2^64
-_MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+TURN = 2 * math.pi * 2.0**-32  # from 32 bits to an angle
+PIECE = 1 << 17  # numbers that a core works on at a time, where there are millions
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ def stream_key(seed: int, owner: str, stream: str) -> int:
 
 def _mix(z: Tensor) -> Tensor:
     # In place; int64 ">>" keeps the sign, hence the masks that make it a logical shift.
-    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MULTIPLY_1)
-    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MULTIPLY_2)
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(MULTIPLY_1)
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(MULTIPLY_2)
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
@@ -104,25 +107,49 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
 
     One 64-bit pattern gives two numbers: element ``i`` and element ``i + ceil(count / 2)``.
     """
-    return _box_muller(bits(address, (count + 1) // 2, device))[:count]
+    return normal_from(start(address, device), count)
 
 
 def normal_from(begin: Tensor, count: int) -> Tensor:
     """Return what `normal` does, from `start`: for compiled functions, which can't take an address."""
-    return _box_muller(_bits_from(begin, (count + 1) // 2))[:count]
+    half = (count + 1) // 2
+    result = torch.empty(2 * half, dtype=torch.float32, device=begin.device)
+    for first, last in pieces(half, begin.device):
+        _box_muller(_bits_from(begin, last - first, first), result[first:last], result[half + first : half + last])
+    return result[:count]
 
 
-def _box_muller(z: Tensor) -> Tensor:
-    half = len(z)
-    result = torch.empty(2 * half, dtype=torch.float32, device=z.device)
-    # In place: temporaries of this size cost more than the arithmetic.
-    radius, angle = result[:half], result[half:]
+def normal_pieces(begin: Tensor, count: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield what `normal_from` returns in `pieces`, never all of it at once: first, last, and numbers twice.
+
+    They are elements ``first`` to ``last``, and as many from element ``first + ceil(count / 2)`` on, of which the very
+    last is one too many where the count is odd. They are overwritten when the next ones are made.
+    """
+    found = torch.empty(0)
+    for first, last in pieces((count + 1) // 2, begin.device):
+        if last - first > found.numel() // 2:
+            found = torch.empty(2, last - first, dtype=torch.float32, device=begin.device)
+        radius, angle = found[:, : last - first]
+        _box_muller(_bits_from(begin, last - first, first), radius, angle)
+        yield first, last, radius, angle
+
+
+def pieces(count: int, device: torch.device) -> list[tuple[int, int]]:
+    """Return ``range(count)`` in pieces (first, last) that a CPU can work on in its cache; elsewhere it is one piece.
+
+    Temporaries of millions of numbers cost more than the arithmetic: so 11 million normal numbers take half the time.
+    """
+    step = PIECE * torch.get_num_threads() if device.type == "cpu" and not torch.compiler.is_compiling() else count
+    return [(first, min(first + step, count)) for first in range(0, count, max(1, step))]
+
+
+def _box_muller(z: Tensor, radius: Tensor, angle: Tensor) -> None:
+    # Into radius and angle, of z's length, and in place: temporaries cost more than the arithmetic.
     radius.copy_((z >> 32).bitwise_and_(0xFFFFFFFF)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-    angle.copy_(z.bitwise_and_(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
+    angle.copy_(z.bitwise_and_(0xFFFFFFFF)).mul_(TURN)
     cosine = angle.cos()
     angle.sin_().mul_(radius)
     radius.mul_(cosine)
-    return result
 
 
 def permutation(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from scipy import stats
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from peerbayes import Address, InputError, MeanField
+from peerbayes import Address, InputError, MeanField, noise
 from peerbayes.noise import normal
 from peerbayes.posteriors import Codebook, Shared, storage
 from peerbayes.posteriors.base import Posterior
@@ -75,6 +80,7 @@ def test_only_weights_of_convolutions_and_linear_layers_are_shared():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+@torch.no_grad()
 def test_draws_have_the_stated_mean_and_variance(sampling):
     codebook = book()
     posterior = Shared(net(), codebook, sampling=sampling)
@@ -111,6 +117,68 @@ def test_hierarchical_draws_are_independent_within_a_component():
     draws = torch.stack([posterior.draw(HERE.at(number)).flat.detach() for number in range(3000)])
     correlation = torch.corrcoef(draws[:, :20].T)
     assert (correlation - torch.eye(20)).abs().max() < 0.09
+
+
+def test_hierarchical_draws_have_the_law_of_three_numbers():
+    codebook = book(blended=0, outliers=0, components=1)
+    (m, s), (a, b, c) = codebook.component[0], codebook.cholesky[0] * 3
+    posterior = Shared(net(), replace(codebook, cholesky=codebook.cholesky * 3))
+    draws = torch.cat([posterior.draw(HERE.at(number)).flat.detach() for number in range(200)])
+    first, second, third = normal(Address(9, "law", "test"), 3 * len(draws)).view(3, -1)
+    by_definition = m + a * first + (s + b * first + c * second) * third
+    assert stats.ks_2samp(draws, by_definition).pvalue > 0.01
+    assert stats.ks_2samp(draws, m + posterior.std[0].item() * first).pvalue < 1e-6  # no Gaussian has it
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_draws_are_the_same_with_and_without_a_gradient_and_in_any_pieces(sampling, monkeypatch):
+    posterior = Shared(net(), book(), sampling=sampling)
+    trained = posterior.draw(HERE).flat
+    assert trained.requires_grad
+    for piece in (noise.PIECE, 7):
+        monkeypatch.setattr(noise, "PIECE", piece)
+        with torch.no_grad():
+            assert torch.equal(posterior.draw(HERE).flat, trained)
+            assert torch.equal(posterior.place(normal(HERE, posterior.noise_size))[0], trained)
+
+
+def test_a_component_without_spread_has_a_finite_gradient():
+    codebook = book()
+    posterior = Shared(net(), replace(codebook, cholesky=torch.zeros(5, 3)))
+    posterior.draw(HERE).flat.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in posterior.parameters() if parameter.grad is not None)
+
+
+KERNEL = """
+import torch
+from test_shared import HERE, Shared, book, net, noise
+from peerbayes.posteriors.shared import TINY
+from peerbayes.posteriors.shared_draw import shared_draw
+for sampling in ("hierarchical", "moment", "mean"):
+    posterior = Shared(net(), book(), sampling=sampling)
+    with torch.no_grad():
+        table, drawn = torch.stack(posterior._needed()), torch.empty(120)
+        about = {"HIERARCHICAL": sampling == "hierarchical", "TINY": TINY, "BLOCK": 32}
+        shared_draw[(4,)](table, posterior._rows, noise.start(HERE), drawn, 120, table.shape[1], **about)
+        torch.testing.assert_close(drawn, posterior.draw(HERE).flat)
+"""
+
+
+def test_the_kernel_of_gpus_makes_the_same_draws():
+    pytest.importorskip("triton")
+    paths = [*sys.path, str(Path(__file__).parent)]
+    where = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=where, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@torch.no_grad()
+def test_draws_on_a_gpu_are_those_of_the_cpu(sampling):
+    expected = Shared(net(), book(), sampling=sampling).draw(HERE).flat
+    found = Shared(net(), book(), sampling=sampling).cuda().draw(HERE).flat
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sampling", ["hierarchical", "cluster"])

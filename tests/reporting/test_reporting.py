@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from scipy import stats
+from sklearn import metrics as metrics_of
 from torch import nn
 
 import peerbayes as pb
@@ -138,6 +139,29 @@ def test_text_table_is_aligned_and_complete(records):
     assert body[6] == ""
     assert body[7].startswith("Ours − DML")
     assert "91.00 ± 0.58" in body[0]
+
+
+def test_images_from_elsewhere_have_a_table_of_their_own(records):
+    for place, item in enumerate(records):
+        for peer in item["peers"]:
+            peer["out_of_distribution"] = {"svhn": {"auroc": 0.9 + place / 100, "aupr": 0.8, "fpr85": 0.3}}
+    records[5]["peers"][0]["out_of_distribution"]["far"] = {"auroc": 0.5, "aupr": 0.5, "fpr85": 0.5}
+    records[5]["peers"][1]["out_of_distribution"]["far"] = {"auroc": 0.7, "aupr": 0.5, "fpr85": 0.5}
+    parts = reporting.text_table(records).split("\n\n")
+    assert parts[2].splitlines()[0] == "svhn told from the test split by entropy:"
+    assert parts[2].splitlines()[1].split() == ["AUROC", "AUPR", "FPR85"]
+    # 0.90, 0.91, 0.92 and 0.93, 0.94, 0.95: standard error 0.01/√3.
+    first, second = ([f"{auroc} ± 0.006", "0.800 ± 0.000", "0.300 ± 0.000"] for auroc in ("0.910", "0.940"))
+    cells = [[cell.strip() for cell in line.split("  ")[-3:]] for line in parts[2].splitlines()[2:]]
+    assert cells == [first] * 3 + [second] * 3
+    assert "AUROC +.030 " in parts[3]
+    assert parts[4].splitlines()[0].startswith("far told")
+    assert parts[4].splitlines()[-1].split() == ["average", "0.600", "0.500", "0.500"]
+    page = Page()
+    page.feed(reporting.report_page(records, "h", {}))
+    assert page.seen.count("table") == 3
+    assert page.cells.count("0.910 ± 0.006") == 3
+    assert "svhn, told from the test split by entropy" in page.text
 
 
 def test_a_second_run_of_the_same_recipe_and_seed_is_not_lost(records):
@@ -365,6 +389,30 @@ def test_evaluation_of_a_fit_equals_metrics_worked_out_by_hand(fitted, npz):
         assert peer["disagreement"] == pytest.approx(float(bald.mean()), rel=1e-2)
         assert set(peer["retention"]) == {"0.5"}
     assert found["cohort"]["pairwise_diversity"] > 0
+
+
+def test_figures_out_of_distribution_are_those_of_scikit_learn(fitted, npz, tmp_path):
+    peers, run = fitted
+    other = tmp_path / "other.npz"
+    np.savez(other, test_images=np.random.default_rng(5).integers(0, 255, (70, 6, 6)).astype(np.uint8))
+    found = pb.evaluate(run, out_of_distribution=[str(other)], device="cpu")
+    both = [torch.from_numpy(np.load(path)["test_images"])[:, None] for path in (npz, other)]
+    p = {name: [peers[name].predict(images, 8, name=name).probabilities.double() for images in both] for name in peers}
+    p["ensemble"] = [torch.stack(one).mean(0) for one in zip(*p.values(), strict=True)]
+    truth = np.repeat([0, 1], [60, 70])
+    lines = reporting.text_table([found]).split("told from the test split by entropy:\n")[1].splitlines()
+    for judged in (*found["peers"], found["ensemble"] | {"name": "ensemble"}):
+        score = np.concatenate([stats.entropy(one, axis=1) for one in p[judged["name"]]])
+        rates = metrics_of.roc_curve(truth, score, drop_intermediate=False)
+        figures = judged["out_of_distribution"][str(other)]
+        expected = {
+            "auroc": metrics_of.roc_auc_score(truth, score),
+            "aupr": metrics_of.average_precision_score(truth, score),
+            "fpr85": rates[0][rates[1] >= 0.85].min(),
+        }
+        assert {key: figures[key] for key in expected} == pytest.approx(expected, abs=1e-3)  # float32 orders near ties
+        (line,) = (line for line in lines if judged["name"] in line.split())
+        assert line.split()[-3:] == [f"{figures[key]:.3f}" for key in expected]
 
 
 def test_fit_refuses_an_occupied_folder(fitted, npz):

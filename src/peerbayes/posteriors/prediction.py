@@ -77,7 +77,8 @@ class Prediction:
             raise InputError(
                 "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
             )
-        return self._posterior.draw(self.address.at(draw))
+        with torch.no_grad():  # as in the prediction: a draw to be trained may round otherwise
+            return self._posterior.draw(self.address.at(draw))
 
 
 # Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,17 +13,19 @@ from torch import Tensor, nn
 
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
-from peerbayes.noise import Address, normal
+from peerbayes.noise import Address, normal, normal_pieces, pieces, start
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, require_same
 from peerbayes.posteriors.grids import inverse_softplus
 from peerbayes.posteriors.index_codec import arrange
+from peerbayes.posteriors.kernels import draw_shared
 from peerbayes.posteriors.shared_file import EXACT, SHARES, packed, unpacked
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
 BLENDED = 2  # components that a blended weight mixes
+TINY = 1e-30
 
 
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
@@ -64,7 +66,8 @@ class Shared(Posterior):
     A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
     ``sampling`` a draw is:
 
-    ``hierarchical``  μ̃ = m + a ε₁, σ̃ = s + b ε₁ + c ε₂, w = μ̃ + σ̃ ε₃, for every weight anew
+    ``hierarchical``  μ̃ = m + a ε₁, σ̃ = s + b ε₁ + c ε₂, w = μ̃ + σ̃ ε₃, for every weight anew; given ε₃ this is
+                      Gaussian, so two numbers make it: w = m + s ε₃ + √((a + b ε₃)² + c² ε₃²) ε
     ``moment``        w = m + √v ε with v = s² + a² + b² + c², which has the same mean and variance
     ``mean``          w = m + s ε
     ``cluster``       w = m + a ε, one for all weights of a component
@@ -181,12 +184,12 @@ class Shared(Posterior):
         rows = rows.index_copy(0, self.blended, components + torch.arange(blended, device=device))
         first = components + blended
         rows = rows.index_copy(0, self.outlier, first + torch.arange(len(self.outlier), device=device))
-        self.register_buffer("_rows", rows, persistent=False)
+        self.register_buffer("_rows", rows.int(), persistent=False)
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
         self.register_buffer("_count", count, persistent=False)
-        own = torch.cat([self.anchor_component, self.anchor_cholesky], 1)
-        table = torch.cat([own, self._mixed(own)])
-        mean, std = table[:, 0], table[:, 1:].square().sum(1).sqrt()
+        own = [*self.anchor_component.unbind(1), *self.anchor_cholesky.unbind(1)]
+        mean, *scales = (torch.cat(parts) for parts in zip(own, self._mixed(own), strict=True))
+        std = _sum_of_squares(scales).sqrt()
         mean = torch.cat([mean, self.anchor_outlier])
         std = torch.cat([std, torch.full_like(self.anchor_outlier, self.prior_std)])
         if self.prior == "normal":
@@ -196,37 +199,34 @@ class Shared(Posterior):
 
     # ---- a row for each component, blended weight and outlier -----------------------------------------------------
 
-    def _table(self) -> Tensor:
-        """Return m, s, a, b, c of every row, (R, 5)."""
-        own = torch.cat([self.component, self.cholesky], 1)
+    def _table(self) -> list[Tensor]:
+        """Return m, s, a, b, c of every row, (R,) each."""
+        own = [*self.component.unbind(1), *self.cholesky.unbind(1)]
         zero = torch.zeros_like(self.outlier_mean)
-        single = torch.stack([self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero], 1)
-        return torch.cat([own, self._mixed(own), single])
+        single = [self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero]
+        return [torch.cat(parts) for parts in zip(own, self._mixed(own), single, strict=True)]
 
-    def _mixed(self, own: Tensor) -> Tensor:
-        """Return what blended weights mix of components' parameters (K, 5), shape (E, 5)."""
-        return (self.blend_weight[:, :, None] * own[self.blend_component.long()]).sum(1)
+    def _mixed(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return what blended weights mix of components' parameters (K,), shape (E,) each."""
+        one, other = (_of_rows(own, index) for index in self.blend_component.unbind(1))
+        share = self.blend_weight[:, 0]
+        return [torch.lerp(b, a, share) for a, b in zip(one, other, strict=True)]
 
     def _marginals(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of every row, (R,) each: m, and s² + a² + b² + c²."""
-        table = self._table()
-        return table[:, 0], table[:, 1:].square().sum(1)
+        mean, *scales = self._table()
+        return mean, _sum_of_squares(scales)
 
     @property
     def mean(self) -> Tensor:  # type: ignore[override]
         """Mean of every weight, shape (size,)."""
-        return self._of_weights(self._table()[:, :1])[:, 0]
+        return _of_rows(self._table()[:1], self._rows)[0]
 
     @property
     def std(self) -> Tensor:
         """Standard deviation of every weight, √(s² + a² + b² + c²), shape (size,); |s| with ``mean`` sampling."""
-        table = self._table()
-        parts = table[:, 1:2] if self.sampling == "mean" else table[:, 1:]
-        return self._of_weights(parts.square().sum(1, keepdim=True))[:, 0].sqrt()
-
-    def _of_weights(self, rows: Tensor) -> Tensor:
-        """Return (size, columns) from (R, columns)."""
-        return F.embedding(self._rows, rows)  # whose gradient adds up in a fixed order
+        scales = self._table()[1:2] if self.sampling == "mean" else self._table()[1:]
+        return _of_rows([_sum_of_squares(scales)], self._rows)[0].sqrt()
 
     @property
     def device(self) -> torch.device:
@@ -242,51 +242,81 @@ class Shared(Posterior):
 
     @property
     def noise_size(self) -> int:
-        """Three numbers a weight (hierarchical) or one; of whole components three or one each, and one an outlier."""
+        """Two numbers a weight (hierarchical) or one; of whole components three or one each, and one an outlier."""
         if self.sampling.startswith("cluster"):
             return len(self.component) * (3 if self.sampling == "cluster_hier" else 1) + len(self.outlier)
-        return self.layout.size * (3 if self.sampling == "hierarchical" else 1)
+        return self.layout.size * (2 if self.sampling == "hierarchical" else 1)
 
     def draw(self, address: Address) -> Weights:
         """Return the set of weights that lives at an address."""
-        return self.weights(*self.place(normal(address, self.noise_size, self.device)))
+        if torch.is_grad_enabled() or self.sampling.startswith("cluster"):
+            return self.weights(*self.place(normal(address, self.noise_size, self.device)))
+        begin = start(address, self.device)
+        columns = self._needed()
+        flat = draw_shared(columns, self._rows, begin, TINY)
+        return self.weights(flat if flat is not None else self._filled(columns, self._noise(begin)))
 
     def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations."""
         if noise is None:
             return self.mean, self.std
-        table = self._table()
         if self.sampling.startswith("cluster"):
-            return self._of_weights(self._whole(table, noise)[:, None])[:, 0], None
-        if self.sampling == "hierarchical":
-            first, second, third = noise.view(3, -1)
-            m, s, a, b, c = self._of_weights(table).unbind(1)
-            return m + a * first + (s + b * first + c * second) * third, None
-        parts = table[:, 1:2] if self.sampling == "mean" else table[:, 1:]
-        pair = torch.stack([table[:, 0], parts.square().sum(1).sqrt()], 1)
-        m, spread = self._of_weights(pair).unbind(1)
-        return torch.addcmul(m, spread, noise), spread
+            return _of_rows([self._whole(noise)], self._rows)[0], None
+        eps = noise.split(self.layout.size)
+        if torch.is_grad_enabled():
+            return _drawn(_of_rows(self._needed(), self._rows), eps), None
+        ranges = pieces(self.layout.size, self.device)
+        noise_by_piece = ((first, last, [one[first:last] for one in eps]) for first, last in ranges)
+        return self._filled(self._needed(), noise_by_piece), None
 
-    def _whole(self, table: Tensor, noise: Tensor) -> Tensor:
+    def _needed(self) -> list[Tensor]:
+        """Return what `_drawn` needs of every row, (R,) each: m and the scale, or m, s, a, b, c."""
+        mean, *scales = self._table()
+        if self.sampling == "hierarchical":
+            return [mean, *scales]
+        return [mean, _sum_of_squares(scales[:1] if self.sampling == "mean" else scales).sqrt()]
+
+    def _noise(self, begin: Tensor) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
+        """Yield the numbers of weights ``first`` to ``last`` that `normal` gives, in pieces that are overwritten."""
+        size, half = self.layout.size, (self.noise_size + 1) // 2
+        for first, last, one, other in normal_pieces(begin, self.noise_size):
+            if half == size:  # two numbers a weight
+                yield first, last, (one, other)
+                continue
+            yield first, last, (one,)
+            end = min(half + last, size)
+            yield half + first, end, (other[: end - half - first],)
+
+    def _filled(self, columns: Sequence[Tensor], noise: Iterable[tuple[int, int, Sequence[Tensor]]]) -> Tensor:
+        """Return the flat weights (size,), without a gradient, of what is `_needed` and of noise in pieces."""
+        flat, scales = columns[0].new_empty(self.layout.size), columns[0].new_empty(0, 0)
+        for first, last, eps in noise:
+            if scales.shape[1] < last - first:
+                scales = flat.new_empty(len(columns) - 1, last - first)
+            places = [flat[first:last], *scales[:, : last - first]]
+            for column, place in zip(columns, places, strict=True):
+                torch.index_select(column, 0, self._rows[first:last], out=place)
+            _drawn(places, eps)
+        return flat
+
+    def _whole(self, noise: Tensor) -> Tensor:
         """Return one draw of every row, (R,), where components are drawn as a whole."""
-        components, blended = len(self.component), len(self.blended)
         single = noise[len(noise) - len(self.outlier) :]
         rest = noise[: len(noise) - len(self.outlier)]
-        m, s, a, b, c = table[:components].unbind(1)
+        m, s, a, b, c = (*self.component.unbind(1), *self.cholesky.unbind(1))
         if self.sampling == "cluster":
             drawn = m + a * rest
         else:
             first, second, third = rest.view(3, -1)
             drawn = m + a * first + (s + b * first + c * second) * third
-        mixed = (self.blend_weight * drawn[self.blend_component.long()]).sum(1)
-        own = table[components + blended :]
-        return torch.cat([drawn, mixed, own[:, 0] + own[:, 1] * single])
+        outlier = self.outlier_mean + F.softplus(self.outlier_rho) * single
+        return torch.cat([drawn, *self._mixed([drawn]), outlier])
 
     # ---- KL -------------------------------------------------------------------------------------------------------
 
     def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
         """Return KL(N(m, v) ‖ prior) by weight, shape (size,), v the marginal variance."""
-        return self._of_weights(self._kl_by_row()[:, None])[:, 0]
+        return _of_rows([self._kl_by_row()], self._rows)[0]
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
         """Return Σ_k n_k KL_k + Σ_outliers KL_i; of whole components each counts once, and blended weights do not.
@@ -386,6 +416,36 @@ class Shared(Posterior):
     def _put(self, name: str, tensor: Tensor) -> None:
         trained = isinstance(getattr(self, name), nn.Parameter) and not isinstance(tensor, nn.Parameter)
         setattr(self, name, nn.Parameter(tensor) if trained else tensor)
+
+
+def _of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+    """Return (n,) from each column (R,); one by one is far faster than rows of five."""
+    if not torch.is_grad_enabled():
+        return [column.index_select(0, rows) for column in columns]
+    # The gradient of an embedding adds up in a fixed order.
+    return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
+
+
+def _sum_of_squares(columns: Sequence[Tensor]) -> Tensor:
+    first, *others = columns
+    total = first.square()
+    for column in others:
+        total = torch.addcmul(total, column, column)
+    return total
+
+
+def _drawn(columns: Sequence[Tensor], eps: Sequence[Tensor]) -> Tensor:
+    """Return weights (n,) in the place of the first column: w as it is, mean and scale, or m, s, a, b and c."""
+    drawn, *scales = columns
+    if scales:
+        drawn.addcmul_(scales[0], eps[0])
+    if len(scales) > 1:
+        _, a, b, c = scales
+        a.addcmul_(b, eps[0])
+        c.mul_(eps[0])
+        variance = a.square().addcmul_(c, c).add_(TINY)  # a root has no gradient at 0
+        drawn.addcmul_(variance.sqrt_(), eps[1])
+    return drawn
 
 
 ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}

@@ -24,12 +24,12 @@ MADE = "made"  # corruptions made here, not read from a folder
 BINS = 30  # of entropy histograms
 
 
-def told_apart(log_p: Tensor, outside: Tensor) -> Record:
+def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
     """Return how well entropy tells another data set from the test split, with histograms of the entropies.
 
     Args:
-        log_p: log-probabilities on the test split, (N, C).
-        outside: on the other data set, (M, C).
+        log_p: log-probabilities (N, C) of the test split.
+        outside: log-probabilities (K, C) of the other data set.
     """
     inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
     most = math.log(log_p.shape[1])
@@ -44,7 +44,7 @@ def told_apart(log_p: Tensor, outside: Tensor) -> Record:
 
 
 def load_outside(other: str, loaded: Dataset, root: str | Path | None) -> Split:
-    """Return the images or texts of another data set, fit for networks of this one."""
+    """Load another data set in the form of one's own, whatever its classes."""
     if loaded.vocabulary is not None:
         return load_texts(other, loaded.vocabulary, root=root)
     split = load_images(other, root=root, size=loaded.shape[1])

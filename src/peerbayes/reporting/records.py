@@ -16,7 +16,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
-from peerbayes.reporting.outside import figures_of, judge_corrupted, load_outside, mean_of, told_apart
+from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, load_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -50,9 +50,9 @@ def evaluate(
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
-    others = {other: load_outside(other, loaded, root) for other in outside}
+    foreign = {other: load_outside(other, loaded, root) for other in outside}
+    log_outside: dict[str, list[Tensor]] = {other: [] for other in outside}
     peers, log_probabilities, held = [], [], []
-    outer: dict[str, list[Tensor]] = {other: [] for other in outside}
 
     def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
         return predict_split(posterior, split, draws, seed=run.seed, name=peer, settle=settle)[0]
@@ -60,9 +60,9 @@ def evaluate(
     for name in run:
         posterior = run[name].to(where)
         found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
-        for other, split in others.items():
-            outer[other].append(predict(posterior, name, split))
-            found.setdefault("out_of_distribution", {})[other] = told_apart(log_p, outer[other][-1])
+        for other, split in foreign.items():
+            log_outside[other].append(predict(posterior, name, split))
+            found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
         peers.append(found)
         log_probabilities.append(log_p)
         held.append(valid)
@@ -99,9 +99,9 @@ def evaluate(
             "probability_variance": evaluation.probability_variance(stacked),
         }
         record["ensemble"] = _ensemble(stacked, held, loaded, options.ece_bins)
-        for other, theirs in outer.items():
-            told = told_apart(mean_of(stacked), mean_of(torch.stack(theirs)))
-            record["ensemble"].setdefault("out_of_distribution", {})[other] = told
+        for other, found_outside in log_outside.items():
+            both = mean_of(stacked), mean_of(torch.stack(found_outside))
+            record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(*both)
     if corrupted is not None:
         posteriors = {name: run[name].to(where) for name in run}
         bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)
@@ -140,6 +140,7 @@ def _judge(
     correct = log_p.argmax(-1) == labels
     found: Record = {
         "name": name,
+        "bytes": run.weights_file(name).stat().st_size,
         "accuracy": evaluation.accuracy(p, labels),
         "nll": evaluation.nll_from_log(log_p, labels),
         "ece": diagram.error,

@@ -21,15 +21,10 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
          figures.retention_figure(records)),
         ("Reliability: accuracy against confidence.", figures.reliability_figure(records)),
         *((f"Entropy of predictions, on the test split and on {other}.", figures.entropy_figure(records, other))
-          for other in dict.fromkeys(o for r in records for p in r["peers"] for o in p.get("out_of_distribution", ()))),
+          for other in tables.outside_names(records) if _has_entropy(records, other)),
         *((caption, figures.training_figure(lines)) for caption, lines in metrics.items() if lines),
     ]  # fmt: skip
     pictures = [_picture(caption, figure) for caption, figure in drawn] + _graphs(records)
-    found = tables.rows(records)
-    rows = [
-        {**row.__dict__, "first": place == 0 or found[place - 1].method != row.method}
-        for place, row in enumerate(found)
-    ]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(
         resources.files("peerbayes.reporting").joinpath("report.html").read_text("utf-8")
@@ -37,12 +32,28 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
     return template.render(
         heading=heading,
         subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
-        figures=list(tables.FIGURES),
-        rows=rows,
+        main=_table(records, tables.FIGURES),
+        outside={
+            other: _table(tables.only_outside(records, other), tables.DETECTED)
+            for other in tables.outside_names(records)
+        },
         differences=tables.differences(records),
         pictures=pictures,
         provenance=_provenance(records),
     )
+
+
+def _has_entropy(records: Sequence[Record], other: str) -> bool:
+    return any("entropy" in peer for record in tables.only_outside(records, other) for peer in record["peers"])
+
+
+def _table(records: Sequence[Record], columns: tables.Columns) -> dict[str, Any]:
+    found = tables.rows(records, columns)
+    rows = [
+        {**row.__dict__, "first": place == 0 or found[place - 1].method != row.method}
+        for place, row in enumerate(found)
+    ]
+    return {"columns": list(columns), "rows": rows}
 
 
 def _picture(caption: str, figure: Figure, words: str = "") -> dict[str, str]:

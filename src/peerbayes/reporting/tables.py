@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peerbayes.errors import InputError
@@ -16,7 +16,9 @@ from peerbayes.reporting.records import Record
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
-CORRUPTED = "corrupted"  # where a peer's figures on corrupted images stand
+CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
+DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
+Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
 
 
@@ -70,11 +72,6 @@ def _key(record: Record) -> str:
     return f"{record['recipe']}\0{label(record)}"
 
 
-def columns(calibrated: bool) -> dict[str, tuple[str, float]]:
-    """Return the table's columns, with or without those after temperature scaling."""
-    return FIGURES | (CALIBRATED if calibrated else {})
-
-
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for record in records:
@@ -86,16 +83,31 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
 
 def only_corrupted(records: Sequence[Record]) -> list[Record]:
     """Return the records that were judged on corrupted images, with the figures there in the place of the others."""
+    return _elsewhere(records, lambda judged: judged.get(CORRUPTED))
+
+
+def outside_names(records: Sequence[Record]) -> list[str]:
+    """Return the other data sets that any peer was judged against, in the order in which they come."""
+    return list(dict.fromkeys(name for r in records for peer in r["peers"] for name in peer.get(OUTSIDE, ())))
+
+
+def only_outside(records: Sequence[Record], other: str) -> list[Record]:
+    """Return the records that were judged against another data set, with those figures in the place of the others."""
+    return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
+
+
+def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
     found = []
     for record in records:
-        if all(CORRUPTED in peer for peer in record["peers"]):
-            peers = [{"name": peer["name"], **peer[CORRUPTED]} for peer in record["peers"]]
-            whole = {"ensemble": record["ensemble"][CORRUPTED]} if "ensemble" in record else {}
-            found.append(record | {"peers": peers} | whole)
+        if all(figures(peer) is not None for peer in record["peers"]):
+            peers = [{"name": peer["name"], **(figures(peer) or {})} for peer in record["peers"]]
+            whole = figures(record.get("ensemble", {}))
+            rest = {key: value for key, value in record.items() if key != "ensemble"}
+            found.append(rest | {"peers": peers} | ({} if whole is None else {"ensemble": whole}))
     return found
 
 
-def rows(records: Sequence[Record], calibrated: bool = False) -> list[Row]:
+def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
     """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
     found = []
     for group in grouped(records).values():
@@ -104,7 +116,7 @@ def rows(records: Sequence[Record], calibrated: bool = False) -> list[Row]:
         more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
         for peer in [*names, *more]:
             cells = []
-            for key, scale in columns(calibrated).values():
+            for key, scale in columns.values():
                 values = _values(group, peer, key)
                 cells.append(_cell([value * scale for value in values.values()], scale))
             found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells)))
@@ -120,7 +132,7 @@ def _cell(values: Sequence[float], scale: float) -> str:
     return text
 
 
-def differences(records: Sequence[Record]) -> list[str]:
+def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[str]:
     """Return a sentence for each method against the one before it, paired over the seeds they share."""
     found = []
     groups = list(grouped(records).values())
@@ -129,7 +141,7 @@ def differences(records: Sequence[Record]) -> list[str]:
         if not shared or before[0]["dataset"] != after[0]["dataset"]:
             continue
         parts = []
-        for name, (key, scale) in FIGURES.items():
+        for name, (key, scale) in columns.items():
             a, b = (
                 {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
                 for group in (after, before)
@@ -146,16 +158,24 @@ def text_table(records: Sequence[Record], calibrated: bool = False) -> str:
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
-    lines = [("", "", *columns(calibrated))]
+    text = _section(records, FIGURES | (CALIBRATED if calibrated else {}), FIGURES)
+    if bad := only_corrupted(records):
+        heading = "on corrupted images, the mean over 15 types and 5 severities:"
+        text += ["", heading, *_section(bad, FIGURES, FIGURES)]
+    for other in outside_names(records):
+        heading = f"{other} told from the test split by entropy:"
+        text += ["", heading, *_section(only_outside(records, other), DETECTED, DETECTED)]
+    return "\n".join(text)
+
+
+def _section(records: Sequence[Record], columns: Columns, compared: Columns) -> list[str]:
+    lines = [("", "", *columns)]
     previous = ""
-    for row in rows(records, calibrated):
+    for row in rows(records, columns):
         lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
         previous = row.method
-    text = _aligned(lines, left=2)
-    text += ["", *found] if (found := differences(records)) else []
-    if bad := only_corrupted(records):
-        text += ["", "on corrupted images, the mean over 15 types and 5 severities:", text_table(bad)]
-    return "\n".join(text)
+    found = differences(records, compared)
+    return [*_aligned(lines, left=2), *([""] if found else []), *found]
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> list[str]:
