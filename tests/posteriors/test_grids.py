@@ -54,6 +54,18 @@ def test_what_lies_on_a_grid_stays_there(numbers, bits):
     assert still == top
 
 
+def test_the_ends_of_float32_stay_finite():
+    ends = torch.tensor([3.4028234e38, -3.4028234e38, 1e-45, 0.0])
+    for values in (ends, ends[2:]):
+        for bits in (4, 8, 16):
+            codes, step = to_multiples(values, bits)
+            assert from_multiples(codes, step).isfinite().all()
+            assert torch.tensor(step).item() == step > 0  # float32 holds it
+        found = from_powers(*to_powers(values))
+        assert found.isfinite().all()
+        assert torch.equal(found.sign(), values.sign())
+
+
 def test_softplus_is_undone():
     values = torch.tensor([1e-6, 1e-3, 0.1, 1.0, 30.0], dtype=torch.float64)
     torch.testing.assert_close(F.softplus(inverse_softplus(values)), values)

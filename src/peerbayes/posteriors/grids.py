@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import Tensor
 
+TINY, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 PER_OCTAVE = 8  # powers between a number and its double: neighbours differ by 9 %
 LEVELS = 127  # powers of each sign, which span 16 octaves
 # By single operations, which IEEE 754 rounds alike everywhere: a file is the same posterior on every machine.
@@ -27,14 +28,15 @@ def to_multiples(values: Tensor, bits: int) -> tuple[Tensor, float]:
     most = (1 << (bits - 1)) - 1
     largest = float(values.abs().max()) if values.numel() else 0.0
     mantissa, exponent = math.frexp(largest / most)
-    step = math.ldexp(round(mantissa * 65536), exponent - 16) or 1.0
+    step = math.ldexp(round(mantissa * 65536), exponent - 16)
+    step = step if step >= TINY else 1.0  # which float32 could not hold
     codes = (values.double() / step).round().clamp(-most, most)
     return codes.to(torch.int8 if bits <= 8 else torch.int16), step
 
 
 def from_multiples(codes: Tensor, step: float) -> Tensor:
     """Return c · step, float32."""
-    return (codes.double() * step).float()
+    return (codes.double() * step).clamp(-LARGEST, LARGEST).float()
 
 
 def to_powers(values: Tensor) -> tuple[Tensor, int]:
@@ -53,7 +55,8 @@ def to_powers(values: Tensor) -> tuple[Tensor, int]:
 def from_powers(codes: Tensor, top: int) -> Tensor:
     """Return the numbers of codes, float32."""
     powers = range(top - LEVELS + 1, top + 1)
-    levels = [0.0, *(math.ldexp(RATIOS[power % PER_OCTAVE], power // PER_OCTAVE) for power in powers)]
+    sizes = (math.ldexp(RATIOS[power % PER_OCTAVE], power // PER_OCTAVE) for power in powers)
+    levels = [0.0, *(min(size, LARGEST) for size in sizes)]
     return torch.tensor(levels + [-level for level in levels])[codes.long()]
 
 

@@ -137,7 +137,7 @@ class Shared(Posterior):
             raise InputError(f"sampling is {sampling!r}, expected {', '.join(SAMPLINGS)}")
         if prior not in ("anchored", "normal"):
             raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
-        if not prior_std > 0:
+        if not 0 < prior_std < torch.finfo(torch.float32).max:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         if bits not in BITS:
             raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
@@ -145,7 +145,7 @@ class Shared(Posterior):
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
         self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
-        self.sampling, self.prior, self.prior_std, self.bits = sampling, prior, prior_std, bits
+        self.sampling, self.prior, self.prior_std, self.bits = sampling, prior, float(prior_std), bits
         self._usual = weights is None and bayesian is conv_and_linear_weights
         self._take(codebook if codebook is not None else _blank(self.layout.size, self.rest.device))
 

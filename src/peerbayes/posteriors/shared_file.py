@@ -179,8 +179,9 @@ class _Reader:
 
     def symbols(self, name: str, alphabet: int, parts: Sequence[int]) -> Tensor:
         """Return what `_coded` was given."""
+        data = self.bytes(name)
         try:
-            return decode(self.bytes(name), alphabet, parts)
+            return decode(data, alphabet, parts)
         except InputError as error:
             raise InputError(f"'{name}': {error}") from None
 
