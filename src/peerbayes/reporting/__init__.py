@@ -5,6 +5,7 @@ from peerbayes.reporting.figures import write_sweep_figure
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
 from peerbayes.reporting.report import report_page
 from peerbayes.reporting.tables import differences, rows, sweep_table, text_table
+from peerbayes.reporting.weights import shared_picture
 
 __all__ = [
     "Record",
@@ -13,6 +14,7 @@ __all__ = [
     "find_runs",
     "report_page",
     "rows",
+    "shared_picture",
     "sweep_table",
     "text_table",
     "write_figure",
