@@ -450,7 +450,8 @@ def figure(
         str,
         typer.Argument(
             help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
-            "diversity, perturbations; of all steps that led to a run: pipeline."
+            "diversity, perturbations; of shared weights: posterior, bytes; of any runs: confidence, and pipeline, of "
+            "all steps that led to one."
         ),
     ],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
@@ -458,14 +459,18 @@ def figure(
     by_peer: Annotated[
         bool, typer.Option("--by-peer", help="A line a peer, not their average; for curves and gap.")
     ] = False,
+    layer: Annotated[
+        str | None, typer.Option(help="Weights of one layer alone, such as fc.weight; for posterior.")
+    ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Draw what alpha does, or distillation, from runs; --json prints the numbers behind the figure."""
+    """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
     from peerbayes import reporting
 
-    path, numbers = reporting.write_figure(name, runs or [], out, by_peer=by_peer, device=device, root=data_root)
+    options: dict[str, Any] = {"by_peer": by_peer, "layer": layer, "device": device, "root": data_root}
+    path, numbers = reporting.write_figure(name, runs or [], out, **options)
     if name == "pipeline" and not as_json:
         typer.echo(reporting.pipeline_table(numbers) + "\n")
     typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))
@@ -528,9 +533,8 @@ def _judge(run: Run, device: str, loaded: Loaded) -> Record:
     data = loaded(run.recipe, run.folder / "vocabulary.json")
     record = reporting.evaluate(run, data=data, device=device, root=loaded.root)
     reporting.write_record(run.folder / "evaluation.json", record)
-    page = reporting.report_page(
-        [record], run.recipe.title, {"The terms over the epochs, averaged over peers.": run.metrics}
-    )
+    lines = {"The terms over the epochs, averaged over peers.": run.metrics}
+    page = reporting.report_page([record], run.recipe.title, lines, reporting.shared_picture(run))
     write_bytes(run.folder / "report.html", page.encode())
     return record
 

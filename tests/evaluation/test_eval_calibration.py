@@ -12,7 +12,16 @@ from netcal.metrics import ECE
 from scipy import optimize
 
 from peerbayes.errors import InputError
-from peerbayes.evaluation import adaptive_ece, ece, fit_temperature, nll_from_log, reliability, temper
+from peerbayes.evaluation import (
+    adaptive_ece,
+    confidence_by_class,
+    confidence_overall,
+    ece,
+    fit_temperature,
+    nll_from_log,
+    reliability,
+    temper,
+)
 from peerbayes.evaluation.calibration import _equal_width_bin
 
 
@@ -185,3 +194,22 @@ def test_wrong_settings_are_named():
         fit_temperature(p, labels, bounds=(2.0, 1.0))
     with pytest.raises(InputError, match=r"^log_probabilities"):
         fit_temperature(p * torch.nan, labels)
+
+
+def test_confidence_by_class_agrees_with_numpy():
+    rng = np.random.default_rng(3)
+    p = rng.dirichlet(np.ones(4), 60)
+    labels = rng.integers(0, 3, 60)  # no image of the last class
+    levels = (0.05, 0.5, 0.9)
+    found = confidence_by_class(torch.from_numpy(p), torch.from_numpy(labels), levels)
+    for label in range(3):
+        mine = p[labels == label]
+        assert found.count[label] == len(mine)
+        assert found.accuracy[label].item() == pytest.approx((mine.argmax(1) == label).mean())
+        assert found.mean[label].item() == pytest.approx(mine.max(1).mean())
+        assert found.quantiles[label].tolist() == pytest.approx(np.quantile(mine.max(1), levels))
+    assert found.count[3] == 0
+    assert torch.cat([found.accuracy[3:], found.mean[3:], found.quantiles[3]]).isnan().all()
+    mean, quantiles = confidence_overall(torch.from_numpy(p), levels)
+    assert mean == pytest.approx(p.max(1).mean())
+    assert quantiles.tolist() == pytest.approx(np.quantile(p.max(1), levels))

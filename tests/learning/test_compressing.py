@@ -88,6 +88,7 @@ def test_compress_from_the_command_line_makes_a_smaller_file_that_predicts_the_s
     assert small < 0.2 * large
     account = json.loads((tmp_path / "shared" / "sharing.json").read_text())["net"]
     assert account["components"] == len(run["net"].component)
+    assert "components, weights that blend two of them, and outliers" in (tmp_path / "shared/report.html").read_text()
     data = load_data(field.recipe).test
     images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
     before, after = ((p.predict(images, 20).classes == labels).float().mean() for p in (field["net"], run["net"]))

@@ -281,8 +281,8 @@ def verb(capsys, *arguments):
         (["curve", "runs"], "there is no figure 'curve'; did you mean 'curves'?"),
         (
             ["xyz"],
-            "there is no figure 'xyz'; known: best-alpha, curves, divergence, diversity, flatness, gap, grid, line, "
-            "perturbations, pipeline, spread",
+            "there is no figure 'xyz'; known: best-alpha, bytes, confidence, curves, divergence, diversity, flatness, "
+            "gap, grid, line, perturbations, pipeline, posterior, spread",
         ),
         (["divergence", "--out", "a.jpg"], "a.jpg: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "--out", "png"], "png: expected a file that ends in .png, .pdf or .svg"),

@@ -1,8 +1,11 @@
 """Pure functions of predictions and labels, of the loss around trained weights, and of the results of several seeds."""
 
 from peerbayes.evaluation.calibration import (
+    ClassConfidence,
     Reliability,
     adaptive_ece,
+    confidence_by_class,
+    confidence_overall,
     ece,
     fit_temperature,
     reliability,
@@ -23,6 +26,7 @@ from peerbayes.evaluation.selective import aurc, retention_curve
 from peerbayes.evaluation.spread import PairedDifference, Summary, paired_difference, summarise
 
 __all__ = [
+    "ClassConfidence",
     "PairedDifference",
     "Reliability",
     "Summary",
@@ -33,6 +37,8 @@ __all__ = [
     "auroc",
     "barrier",
     "brier",
+    "confidence_by_class",
+    "confidence_overall",
     "directions",
     "disagreement_rate",
     "ece",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,55 @@ def adaptive_ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float
     count = len(confidence)
     index = torch.arange(count) * checked_bins(bins) // count
     return _per_bin(confidence, correct, index, bins).error
+
+
+@dataclass(frozen=True, eq=False)
+class ClassConfidence:
+    """How sure predictions are, by true class, on the CPU; NaN where there is no image of a class.
+
+    Args:
+        count: images, ``(C,)``, int64.
+        accuracy: share of them that are right, ``(C,)``, float64.
+        mean: of their ``max_c p_c``, ``(C,)``, float64.
+        quantiles: of their ``max_c p_c``, one column a level, ``(C, Q)``, float64.
+    """
+
+    count: Tensor
+    accuracy: Tensor
+    mean: Tensor
+    quantiles: Tensor
+
+
+def confidence_by_class(probabilities: Tensor, labels: Tensor, levels: Sequence[float]) -> ClassConfidence:
+    """Sort images by their true class; return accuracy, and mean and quantiles of the confidence ``max_c p_c``.
+
+    Args:
+        probabilities: ``(N, C)``.
+        labels: ``(N,)``, integers.
+        levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+    """
+    confidence, correct = _confidence(probabilities, labels)
+    classes, labels = probabilities.shape[1], labels.cpu().long()
+    by_class = _per_bin(confidence, correct, labels, classes)
+    quantiles = torch.full((classes, len(levels)), math.nan, dtype=torch.float64)
+    for number in labels.unique().tolist():
+        quantiles[number] = _quantiles(confidence[labels == number], levels)
+    return ClassConfidence(by_class.count, by_class.accuracy, by_class.confidence, quantiles)
+
+
+def confidence_overall(probabilities: Tensor, levels: Sequence[float]) -> tuple[float, Tensor]:
+    """Return mean and quantiles ``(Q,)`` of the confidence ``max_c p_c`` of images, whatever their classes.
+
+    Args:
+        probabilities: ``(N, C)``.
+        levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+    """
+    confidence = checked_probabilities(probabilities).amax(-1).cpu()
+    return float(confidence.mean()), _quantiles(confidence, levels)
+
+
+def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
+    return torch.quantile(values, torch.tensor(levels, dtype=values.dtype))
 
 
 def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[float, float] = (0.01, 100.0)) -> float:

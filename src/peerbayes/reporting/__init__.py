@@ -7,6 +7,7 @@ from peerbayes.reporting.records import Record, evaluate, find_runs, write_recor
 from peerbayes.reporting.report import report_page
 from peerbayes.reporting.sizes import size_table, sizes
 from peerbayes.reporting.tables import differences, rows, sweep_table, text_table
+from peerbayes.reporting.weights import shared_picture
 
 __all__ = [
     "Record",
@@ -16,6 +17,7 @@ __all__ = [
     "pipeline_table",
     "report_page",
     "rows",
+    "shared_picture",
     "size_table",
     "sizes",
     "sweep_table",

@@ -48,7 +48,7 @@ def best_alpha(folders: Iterable[str | Path]) -> Record:
     experiments = []
     for about, found in by_experiment(groups):
         alphas: list[Record] = [
-            {"alpha": g.alpha, "accuracy": over_seeds(g, functools.partial(figure, "accuracy"))} for g in found
+            {"alpha": g.alpha, "accuracy": over_seeds(g.runs, functools.partial(figure, "accuracy"))} for g in found
         ]
         best = max(alphas, key=lambda row: row["accuracy"]["mean"])["alpha"]
         experiments.append({**about, "best": best, "alphas": alphas})
@@ -71,7 +71,8 @@ def spread(folders: Iterable[str | Path]) -> Record:
     experiments = []
     for about, found in by_experiment(groups):
         alphas = [
-            {"alpha": g.alpha, **{key: over_seeds(g, functools.partial(figure, key)) for key in keys}} for g in found
+            {"alpha": g.alpha, **{key: over_seeds(g.runs, functools.partial(figure, key)) for key in keys}}
+            for g in found
         ]
         experiments.append({**about, "alphas": alphas})
     return {"split": "test", "figures": keys, "experiments": experiments}
@@ -93,7 +94,7 @@ def grid(folders: Iterable[str | Path]) -> Record:
         for key in ("nll", "accuracy"):
             experiment[key] = [
                 [
-                    over_seeds(cells[place], functools.partial(figure, key)) if place in cells else None
+                    over_seeds(cells[place].runs, functools.partial(figure, key)) if place in cells else None
                     for place in ((weight, alpha_title(alpha)) for alpha in alphas)
                 ]
                 for weight in weights
@@ -206,4 +207,4 @@ def _landscape(group: Group, data: tuple[Tensor, Tensor], device: torch.device) 
         return mean(sharpness(losses[run.seed, name], DISTANCES, DISTANCES[-1]) for name in run)
 
     band = {"mean": lines.mean(0).tolist(), "low": lines.amin(0).tolist(), "high": lines.amax(0).tolist()}
-    return {"alpha": group.alpha, "networks": len(lines), "loss": band, "sharpness": over_seeds(group, rise)}
+    return {"alpha": group.alpha, "networks": len(lines), "loss": band, "sharpness": over_seeds(group.runs, rise)}

@@ -17,14 +17,14 @@ from matplotlib.ticker import MaxNLocator
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
+from peerbayes.reporting import against_bytes, confidence, distilled, pipeline, weights
 from peerbayes.reporting import alphas as numbers
-from peerbayes.reporting import distilled, pipeline
 from peerbayes.reporting.figures import COLOURS, draw_heat_map, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
-MEASURED = ("flatness", "line", "perturbations", "pipeline")
+MEASURED = ("flatness", "line", "perturbations", "confidence", "bytes", "pipeline")
 MARKERS = "os^DvPX"
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
@@ -46,6 +46,7 @@ def write_figure(
     out: str | Path | None = None,
     *,
     by_peer: bool = False,
+    layer: str | None = None,
     device: str = "auto",
     root: str | Path | None = None,
 ) -> tuple[Path, Record]:
@@ -56,6 +57,7 @@ def write_figure(
         runs: run folders, or folders of runs.
         out: a file that ends in ``.png``, ``.pdf`` or ``.svg``; by default the name with ``.png``.
         by_peer: a line a peer, not the average over peers; for ``curves`` and ``gap``.
+        layer: of whose weights alone, such as ``"layer1.0.conv1.weight"``; for ``posterior``.
         device: where those that run networks are measured: `MEASURED`.
         root: data root.
     """
@@ -69,9 +71,12 @@ def write_figure(
                          "of runs")  # fmt: skip
     if by_peer and name not in ("curves", "gap"):
         raise InputError(f"figure {name}: a line a peer is for curves and gap")
+    if layer is not None and name != "posterior":
+        raise InputError(f"figure {name}: one layer alone is for posterior")
     compute, draw = NAMES[name]
     options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
     options |= {"by_peer": by_peer} if name in ("curves", "gap") else {}
+    options |= {"layer": layer} if name == "posterior" else {}
     found = {"figure": name, **(compute(runs, **options) if runs else compute())}
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
@@ -272,5 +277,8 @@ NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "line": (distilled.line, distilled.draw_line),
     "diversity": (distilled.diversity, distilled.draw_diversity),
     "perturbations": (distilled.perturbations, distilled.draw_perturbations),
+    "posterior": (weights.posterior, weights.draw_posterior),
+    "bytes": (against_bytes.size, against_bytes.draw_size),
+    "confidence": (confidence.confidence, confidence.draw_confidence),
     "pipeline": (pipeline.pipeline, pipeline.draw_pipeline),
 }

@@ -23,7 +23,7 @@ from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.reporting.figures import COLOURS, panels
-from peerbayes.reporting.records import find_runs
+from peerbayes.reporting.groups import open_runs
 
 Record = dict[str, Any]
 POINTS = tuple(place / 10 for place in range(11))
@@ -35,7 +35,7 @@ KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "
 def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """Loss on the test split along the line between two networks of a run: a student's members, or its peers."""
     where, series = pick_device(device), []
-    for run in _runs(folders):
+    for run in open_runs(folders):
         posterior, ends = _ends(run, where)
         loaded = load_data(run.recipe, root, run.vocabulary)
         data = _some(loaded, "test", where)
@@ -62,7 +62,7 @@ def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, 
 def diversity(folders: Iterable[str | Path]) -> Record:
     """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt."""
     series = []
-    for run in _runs(folders):
+    for run in open_runs(folders, finished=False):
         found: dict[str, list[float]] = {}
         for epoch in run.metrics:
             for peer in epoch["peers"].values():
@@ -78,7 +78,7 @@ def diversity(folders: Iterable[str | Path]) -> Record:
 def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """How far apart teachers and members are for training images as they are, and after each kind of step."""
     where, series = pick_device(device), []
-    for run in _runs(folders):
+    for run in open_runs(folders):
         loaded = load_data(run.recipe, root, run.vocabulary)
         teachers = build_teachers(Job(run.recipe, run.folder, run.seed), loaded, where)
         if teachers is None or len(teachers) < 2:
@@ -107,10 +107,6 @@ def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
         own = torch.stack([student(images, student.member(number)) for number in range(student.members)])
         found["members"] = pairwise_diversity(own.log_softmax(-1))
     return found
-
-
-def _runs(folders: Iterable[str | Path]) -> list[Run]:
-    return [Run(path) for folder in folders for path in find_runs(folder)]
 
 
 def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Tensor]:

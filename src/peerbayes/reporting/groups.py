@@ -43,19 +43,16 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
     Runs of one network and data set may differ in the seed and in the ``varied`` options of the mutual term alone; one
     without a mutual term counts as alpha 0, and may have other peers.
     """
-    runs = [Run(path) for path in dict.fromkeys(path for folder in folders for path in find_runs(folder))]
-    for run in runs:
-        if not run.finished:
-            raise InputError(f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
+    runs = open_runs(folders)
     first: dict[tuple[str, str], Run] = {}
     for run in sorted(runs, key=_has_mutual, reverse=True):
-        _check_same(run, first.setdefault(_experiment(run), run), varied)
+        _check_same(run, first.setdefault(experiment_of(run), run), varied)
     groups: dict[tuple[Any, ...], Group] = {}
     for run in runs:
         mutual = [stage.terms["mutual"] for stage in run.recipe.stages if "mutual" in stage.terms]
         alpha, weight = (mutual[-1]["alpha"], mutual[-1]["weight"]) if mutual else (0.0, None)
-        setting = (*_experiment(run), alpha_title(alpha), weight if "weight" in varied else None)
-        group = groups.setdefault(setting, Group(*_experiment(run), alpha, weight))
+        setting = (*experiment_of(run), alpha_title(alpha), weight if "weight" in varied else None)
+        group = groups.setdefault(setting, Group(*experiment_of(run), alpha, weight))
         if run.seed in group.runs:
             raise InputError(
                 f"{run.folder} and {group.runs[run.seed].folder}: both are alpha {alpha_title(alpha)}, seed {run.seed} "
@@ -65,7 +62,39 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
     return sorted(groups.values(), key=_rank)
 
 
-def _experiment(run: Run) -> tuple[str, str]:
+def open_runs(folders: Iterable[str | Path], finished: bool = True) -> list[Run]:
+    """Open the runs in some folders, each once; ``finished``: whether all have to be."""
+    runs = [Run(path) for path in dict.fromkeys(path for folder in folders for path in find_runs(folder))]
+    for run in runs:
+        if finished and not run.finished:
+            raise InputError(f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
+    return runs
+
+
+def by_setting(runs: Iterable[Run]) -> list[dict[int, Run]]:
+    """Group runs that differ in the seed, and in what they start from, alone; by seed, in the order they come.
+
+    A second run of the same settings and seed begins a group of its own.
+    """
+    groups: dict[tuple[Any, ...], dict[int, Run]] = {}
+    for run in runs:
+        table = _flat(run.recipe.model_dump(exclude_none=True))
+        setting = tuple((key, str(value)) for key, value in table if not key.endswith("start_from"))
+        number = 0
+        while run.seed in groups.get((setting, number), {}):
+            number += 1
+        groups.setdefault((setting, number), {})[run.seed] = run
+    return list(groups.values())
+
+
+def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values are not the same in all tables."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return [key for key in keys if len({str(table.get(key)) for table in tables}) > 1]
+
+
+def experiment_of(run: Run) -> tuple[str, str]:
+    """Return the networks and the data set of a run, as figures name them."""
     network = ", ".join(dict.fromkeys(peer.network for peer in run.recipe.peers))
     return network, Path(run.recipe.data.name).stem
 
@@ -122,9 +151,9 @@ def read_record(run: Run) -> Record:
     return read_json(path)
 
 
-def over_seeds(group: Group, value: Callable[[Run], float]) -> Record:
-    """Return mean and standard error of a figure over a group's seeds, and its value by seed."""
-    values = {seed: value(run) for seed, run in sorted(group.runs.items())}
+def over_seeds(runs: Mapping[int, Run], value: Callable[[Run], float]) -> Record:
+    """Return mean and standard error of a figure over runs by seed, and its value by seed."""
+    values = {seed: value(run) for seed, run in sorted(runs.items())}
     summary = summarise(values.values())
     return {"mean": summary.mean, "standard_error": summary.standard_error, "seeds": values}
 

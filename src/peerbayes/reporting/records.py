@@ -156,8 +156,8 @@ def _judge(
         "draws_spent": float(spent.double().mean()),
         "reliability": {
             "count": diagram.count.tolist(),
-            "accuracy": _plain(diagram.accuracy),
-            "confidence": _plain(diagram.confidence),
+            "accuracy": plain(diagram.accuracy),
+            "confidence": plain(diagram.confidence),
         },
     }
     held: Tensor | None = None
@@ -195,7 +195,8 @@ def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor
     }
 
 
-def _plain(values: Tensor) -> list[float | None]:
+def plain(values: Tensor) -> list[float | None]:
+    """Return numbers for JSON, with None for NaN."""
     return [None if value != value else value for value in values.tolist()]
 
 

@@ -14,8 +14,13 @@ from peerbayes.reporting import figures, graph, tables
 from peerbayes.reporting.records import Record
 
 
-def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return the page for some records; ``metrics`` are the epochs' lines to draw, by caption."""
+def report_page(
+    records: Sequence[Record],
+    heading: str,
+    metrics: Mapping[str, Sequence[Mapping[str, Any]]],
+    more: Mapping[str, Figure] | None = None,
+) -> str:
+    """Return the page for some records; by caption, ``metrics`` are epochs' lines to draw, ``more`` other figures."""
     drawn = [
         ("Accuracy on the images a peer is surest of. A point has no disagreement; its entropy takes the place.",
          figures.retention_figure(records)),
@@ -23,6 +28,7 @@ def report_page(records: Sequence[Record], heading: str, metrics: Mapping[str, S
         *((f"Entropy of predictions, on the test split and on {other}.", figures.entropy_figure(records, other))
           for other in tables.outside_names(records) if _has_entropy(records, other)),
         *((caption, figures.training_figure(lines)) for caption, lines in metrics.items() if lines),
+        *(more or {}).items(),
     ]  # fmt: skip
     pictures = [_picture(caption, figure) for caption, figure in drawn] + _graphs(records)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

@@ -1,0 +1,159 @@
+"""Accuracy, NLL and ECE against bytes on disk; drawn, with the numbers behind it, ready for JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from peerbayes.learning import Run
+from peerbayes.learning.recipe import Shared
+from peerbayes.learning.run import read_json
+from peerbayes.reporting.figures import COLOURS, panels
+from peerbayes.reporting.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
+from peerbayes.reporting.records import Record, evaluate
+from peerbayes.reporting.tables import FIGURES, title
+
+MARKERS = "os^DvPX"
+NUMBERED = 4  # lines up to which their points say how many components they have
+Runs = Mapping[int, Run]  # of one setting, by seed
+
+
+def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """Figures of the test split against the size of the weights file, over seeds; by network and data set.
+
+    Runs of shared weights form a line for all that differ in the number of components alone, from few to many; all
+    other runs are references. Figures are those of evaluation.json; a run without one is judged first.
+    """
+    runs = open_runs(folders)
+    records = {run.folder: _record(run, device, root) for run in runs}
+
+    def figure(key: str, run: Run) -> float:
+        return mean(peer[key] for peer in records[run.folder]["peers"])
+
+    def point(group: Runs) -> Record:
+        keys = ("bytes", *(key for key, _ in FIGURES.values()))
+        return {key: over_seeds(group, functools.partial(figure, key)) for key in keys}
+
+    experiments: dict[tuple[str, str], list[Runs]] = {}
+    for group in by_setting(runs):
+        experiments.setdefault(experiment_of(next(iter(group.values()))), []).append(group)
+    found = []
+    for (network, dataset), groups in experiments.items():
+        shared = [group for group in groups if _codebook(group) is not None]
+        others = [group for group in groups if _codebook(group) is None]
+        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in others]
+        lines = _lines(shared, point)
+        found.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
+    return {"split": "test", "experiments": found}
+
+
+def _record(run: Run, device: str, root: str | Path | None) -> Record:
+    path = run.folder / "evaluation.json"
+    record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
+    for peer in record["peers"]:  # records from before they held it
+        peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
+    return record
+
+
+def _first(group: Runs) -> Run:
+    return next(iter(group.values()))
+
+
+def _codebook(group: Runs) -> Shared | None:
+    kinds = [peer.posterior for peer in _first(group).recipe.peers]
+    return kinds[0] if isinstance(kinds[0], Shared) else None
+
+
+def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
+    """Return a line for all settings that differ in the number of components alone, by that number."""
+    options = [_flat_options(group) for group in groups]
+    told_apart = [key for key in differing(options) if key != "components"]
+    lines: dict[str, list[Record]] = {}
+    for group, one in zip(groups, options, strict=True):
+        label = ", ".join(f"{key} {one.get(key)}" for key in told_apart) or title(_first(group).recipe.method)
+        lines.setdefault(label, []).append({"components": _components(group, one), **point(group)})
+    return [
+        {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
+        for label, points in lines.items()
+    ]
+
+
+def _flat_options(group: Runs) -> dict[str, Any]:
+    codebook = _codebook(group)
+    assert codebook is not None
+    table = codebook.model_dump(exclude={"kind"})
+    merge = table.pop("merge")
+    return (
+        {"method": title(_first(group).recipe.method)} | table | {f"merge.{key}": value for key, value in merge.items()}
+    )
+
+
+def _components(group: Runs, options: Mapping[str, Any]) -> int:
+    """Return how many components were asked for; where it was left to the number of weights, how many there were."""
+    if options["components"]:
+        return int(options["components"])
+    account = read_json(_first(group).folder / "sharing.json")
+    return int(next(iter(account.values()))["components_at_first"])
+
+
+# ---- drawn ----------------------------------------------------------------------------------------------------------
+
+
+def draw_size(found: Record) -> Figure:
+    """A row a network and data set, a panel a figure: a line a codebook, references as stars with a dashed line."""
+    figure, rows = panels(len(found["experiments"]), len(FIGURES), 4.4, 3.7)
+    for row, experiment in zip(rows, found["experiments"], strict=True):
+        for axes, (name, (key, scale)) in zip(row, FIGURES.items(), strict=True):
+            for number, line in enumerate(experiment["lines"]):
+                look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+                _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)
+            for number, reference in enumerate(experiment["references"]):
+                _draw_reference(axes, reference, key, scale, ("black", "#777777", "#aaaaaa")[number % 3], number)
+            axes.set_xscale("log")
+            _ticks(axes)
+            axes.set_xlabel("bytes on disk")
+            axes.set_ylabel(f"test {name}" + (" (%)" if scale == 100 else " (nats per image)" if name == "NLL" else ""))
+            axes.set_title(f"{experiment['network']} · {experiment['dataset']}", fontsize=9)
+        handles, labels = row[0].get_legend_handles_labels()
+        row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle("Mean and standard error over seeds; small numbers: components asked for", fontsize=8)
+    return figure
+
+
+def _draw_line(axes: Any, line: Record, key: str, scale: float, look: Record, annotate: bool) -> None:
+    points = line["points"]
+    x = [point["bytes"]["mean"] for point in points]
+    y = [point[key]["mean"] * scale for point in points]
+    errors = [(point[key]["standard_error"] or 0) * scale for point in points]
+    wide = [point["bytes"]["standard_error"] or 0 for point in points]
+    axes.errorbar(x, y, errors, wide, capsize=2, markersize=4, linewidth=1.2, label=line["label"], **look)
+    if annotate:
+        for point, place in zip(points, zip(x, y, strict=True), strict=True):
+            axes.annotate(f"{point['components']:,}", place, (3, 4), textcoords="offset points", fontsize=6,
+                          color=look["color"])  # fmt: skip
+
+
+def _draw_reference(axes: Any, one: Record, key: str, scale: float, colour: str, number: int) -> None:
+    y = one[key]["mean"] * scale
+    axes.axhline(y, color=colour, linestyle=("--", ":", "-.")[number % 3], linewidth=0.9, zorder=1)
+    error = (one[key]["standard_error"] or 0) * scale
+    axes.errorbar(
+        one["bytes"]["mean"], y, error, fmt="*", color=colour, markersize=9, capsize=2, label=one["label"], zorder=2
+    )
+
+
+def _ticks(axes: Any) -> None:
+    def words(value: float, _place: object = None) -> str:
+        for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+            if value >= unit:
+                return f"{value / unit:g} {name}"
+        return f"{value:g} B"
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(words))
+    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,297 @@
+"""Figures of shared weights against numpy: posteriors in the plane, bytes on disk, confidence by class."""
+
+import functools
+import io
+import json
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from peerbayes import cli, networks, reporting
+from peerbayes.data import load as load_data
+from peerbayes.errors import InputError
+from peerbayes.learning import Run, load_recipe
+from peerbayes.learning.run import network_inputs
+from peerbayes.posteriors import Codebook, MeanField, Point, Shared
+from peerbayes.reporting import against_bytes, confidence, curves, groups, weights
+from peerbayes.reporting.figures import png
+
+WEIGHTS = 64 * 256 + 256 * 256 + 256 * 10
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A point, a mean-field posterior, and codebooks of 4 and 12 components over two seeds; one has no record."""
+    folder = tmp_path_factory.mktemp("runs")
+    np.savez(folder / "noise.npz", test_images=np.random.default_rng(0).integers(0, 255, (40, 8, 8)).astype(np.uint8))
+    inputs = network_inputs(load_data("digits", validation=200))
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        network = networks.build("mlp", inputs)
+        write(folder / f"dnn-seed{seed}", Point(network), "dnn", seed, inputs)
+        write(folder / f"stage1-seed{seed}", MeanField(network, rho=-6), "stage1", seed, inputs)
+        for count in (12, 4):
+            shared = Shared(network, book(count, seed), seed=seed, name="net")
+            changes = [f"evaluation.out_of_distribution=['{folder / 'noise.npz'}']"]
+            changes.append(f"peers.0.posterior.components={count}")
+            write(folder / f"k{count}-seed{seed}", shared, "shared", seed, inputs, changes)
+    (folder / "k4-seed1" / "evaluation.json").rename(folder / "kept.json")
+    return folder
+
+
+def book(components, seed):
+    """Blended weights at the beginning, outliers at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = functools.partial(torch.rand, generator=generator)
+    share = numbers(700, 1)
+    return Codebook(
+        component=numbers(components, 2) * torch.tensor([0.4, 0.02]) + torch.tensor([-0.2, 0.001]),
+        cholesky=numbers(components, 3) * 0.01,
+        label=torch.randint(components, (WEIGHTS,), generator=generator),
+        blended=torch.arange(16000, 16700),
+        blend_component=torch.randint(components, (700, 2), generator=generator),
+        blend_weight=torch.cat([share, 1 - share], 1),
+        outlier=torch.arange(WEIGHTS - 900, WEIGHTS),
+        outlier_mean=numbers(900) * 2 - 1,
+        outlier_std=numbers(900) * 0.1 + 0.01,
+    )
+
+
+def write(folder, posterior, recipe, seed, inputs, changes=()):
+    """Write a finished run by hand, with its record."""
+    folder.mkdir()
+    made = load_recipe(f"sharing/digits-resnet8-{recipe}", ["peers.0.network=mlp", "evaluation.draws=3", *changes])
+    (folder / "recipe.toml").write_text(made.to_toml())
+    about = {"seed": seed, "finished": True, "inputs": inputs.describe(), "seconds": 1.0}
+    (folder / "run.json").write_text(json.dumps(about | {"hardware": "a CPU", "versions": {}}))
+    posterior.save(folder / "weights-net.safetensors")
+    found = reporting.evaluate(folder, device="cpu")
+    if recipe == "dnn":
+        del found["peers"][0]["bytes"]  # as records were before they held it
+    reporting.write_record(folder / "evaluation.json", found)
+
+
+def drawn(figure):
+    with Image.open(io.BytesIO(png(figure))) as picture:
+        return len(picture.convert("RGB").resize((300, 200)).getcolors(60_000))
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+# ---- posteriors -------------------------------------------------------------------------------------------------
+
+
+def test_a_mean_field_posterior_is_a_histogram_of_its_weights(runs):
+    field = Run(runs / "stage1-seed0")["net"]
+    (found,) = weights.posterior([runs / "stage1-seed0"])["series"]
+    mean, scale = (values.detach().double().numpy() for values in (field.mean, field.std))
+    edges = np.array(found["mean_edges"]), np.array(found["scale_edges"])
+    assert (edges[0][0], edges[0][-1]) == (mean.min(), mean.max())
+    expected = np.histogram2d(mean, scale, edges)[0]
+    assert np.array_equal(found["count"], expected)
+    assert expected.sum() == found["weights"] == field.layout.size
+    assert found["tails"] == pytest.approx(np.quantile(mean, [0.01, 0.99], method="inverted_cdf"))
+
+
+@pytest.mark.parametrize("layer", [None, "hidden.1.0.weight"])
+def test_a_shared_posterior_is_its_components_blends_and_outliers(runs, layer, monkeypatch):
+    monkeypatch.setattr(weights, "MARKS", 25)
+    posterior = Run(runs / "k12-seed0")["net"]
+    (found,) = weights.posterior([runs / "k12-seed0"], layer)["series"]
+    first, last = (64 * 256, 64 * 256 + 256 * 256) if layer else (0, WEIGHTS)
+    book = posterior.codebook()
+    kind = np.zeros(WEIGHTS, int)
+    kind[book.blended], kind[book.outlier] = 1, 2
+    place = np.arange(WEIGHTS)[first:last]
+    counts = np.bincount(kind[place], minlength=3)
+    assert counts.sum() == found["weights"]
+    assert counts[1:].tolist() == [found["blended"]["count"], found["outliers"]["count"]]
+    parts = found["components"]
+    members = np.bincount(book.label.numpy()[place][kind[place] == 0], minlength=12)
+    assert parts["members"] == members.tolist()
+    assert parts["mean"] == book.component[:, 0].tolist()
+    assert parts["cholesky"] == book.cholesky.tolist()
+    mean = posterior.mean.detach().numpy()
+    for name, number in (("blended", 1), ("outliers", 2)):
+        assert len(found[name]["mean"]) == min(25, counts[number])  # no more than so many are drawn
+        assert np.isin(np.float32(found[name]["mean"]).round(5), mean[place][kind[place] == number].round(5)).all()
+    own = dict(zip(book.outlier_mean.tolist(), book.outlier_std.tolist(), strict=True))
+    assert all(own[m] == s for m, s in zip(found["outliers"]["mean"], found["outliers"]["scale"], strict=True))
+    for name, number in (("single", 0), ("blended", 1), ("outliers", 2)):
+        expected = np.histogram(mean[place][kind[place] == number].astype(float), found["mean_edges"])[0]
+        assert np.abs(np.cumsum(found["means"][name]) - np.cumsum(expected)).max() <= 1  # one may lie on an edge
+
+
+def test_the_picture_has_a_row_a_posterior_and_says_how_many_there_are(runs):
+    found = weights.posterior([runs / "stage1-seed0", runs / "k12-seed0"])
+    figure = weights.draw_posterior(found)
+    planes = [figure.axes[0], figure.axes[3]]
+    assert [axes.get_title() for axes in planes] == ["stage1, seed 0 · mlp · digits", "shared, seed 0 · mlp · digits"]
+    assert planes[0].get_xlim() == planes[1].get_xlim()
+    assert planes[0].get_ylim() == planes[1].get_ylim()
+    shared = found["series"][1]
+    words = " ".join(texts(planes[1]))
+    counts = len(shared["components"]["mean"]), sum(shared["components"]["members"])
+    for count in (*counts, shared["blended"]["count"], shared["outliers"]["count"]):
+        assert f"{count:,}" in words
+    assert drawn(figure) > 50
+
+
+def test_a_layer_of_outliers_alone_is_drawn():
+    nothing = {"mean": [], "scale": []}
+    one = {
+        "label": "x", "kind": "shared", "weights": 2, "components": nothing | {"cholesky": [], "members": []},
+        "blended": nothing | {"count": 0}, "outliers": {"mean": [0.3, 0.5], "scale": [0.1, 0.1], "count": 2},
+        "mean_edges": [0.3, 0.4, 0.5], "means": {"single": [0, 0], "blended": [0, 0], "outliers": [1, 1]},
+    }  # fmt: skip
+    assert drawn(weights.draw_posterior({"layer": "fc.weight", "series": [one]})) > 20
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_figures_against_bytes_are_those_of_files_and_records(runs):
+    found = against_bytes.size([runs], device="cpu")
+    (experiment,) = found["experiments"]
+    assert [one["label"] for one in experiment["references"]] == ["DNN", "stage1"]
+    (line,) = experiment["lines"]
+    assert [point["components"] for point in line["points"]] == [4, 12]
+    paths = {path.name: path / "evaluation.json" for path in groups.find_runs(runs)} | {"k4-seed1": runs / "kept.json"}
+    records = {name: json.loads(path.read_text())["peers"][0] for name, path in paths.items()}
+    for name, point in zip(("dnn", "stage1", "k4", "k12"), [*experiment["references"], *line["points"]]):
+        size = [(runs / f"{name}-seed{seed}" / "weights-net.safetensors").stat().st_size for seed in (0, 1)]
+        assert point["bytes"]["seeds"] == dict(enumerate(map(float, size)))
+        for key in ("accuracy", "nll", "ece"):
+            values = [records[f"{name}-seed{seed}"][key] for seed in (0, 1)]
+            assert point[key]["mean"] == pytest.approx(statistics.mean(values))
+            assert point[key]["standard_error"] == pytest.approx(statistics.stdev(values) / 2**0.5)
+    assert records["k4-seed0"]["bytes"] < records["k12-seed0"]["bytes"] < records["stage1-seed0"]["bytes"]
+    figure = against_bytes.draw_size(found)
+    assert texts(figure.axes[2]) == ["shared", "DNN", "stage1"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["4", "12"]
+    assert drawn(figure) > 50
+
+
+def test_settings_are_told_apart_by_what_differs(tmp_path):
+    peer = {"name": "net", "network": "mlp", "start_from": "x.safetensors"}
+    for place, (count, threshold, seed) in enumerate([(9, 0.2, 0), (9, 0.2, 1), (5, 0.2, 0), (9, 0.4, 0), (9, 0.2, 0)]):
+        recipe = load_recipe("sharing/digits-resnet8-shared").model_dump(exclude_none=True)
+        recipe["peers"] = [peer | {"start_from": f"{place}.safetensors"}]
+        recipe["peers"][0]["posterior"] = {"kind": "shared", "components": count, "threshold": threshold}
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        (folder / "recipe.toml").write_text(load_recipe("sharing/digits-resnet8-shared").parse(recipe, "x").to_toml())
+        (folder / "run.json").write_text(json.dumps({"seed": seed, "finished": True}))
+        (folder / "weights-net.safetensors").write_bytes(bytes(100 * place + 7))
+        judged = {"name": "net", "accuracy": 0.9, "nll": 0.1, "ece": 0.01}
+        (folder / "evaluation.json").write_text(json.dumps({"peers": [judged]}))
+    same = groups.by_setting(groups.open_runs([tmp_path]))
+    assert [[run.folder.name for run in group.values()] for group in same] == [["0", "1"], ["2"], ["3"], ["4"]]
+    (experiment,) = against_bytes.size([tmp_path])["experiments"]
+    found = {line["label"]: [point["bytes"]["mean"] for point in line["points"]] for line in experiment["lines"]}
+    assert found == {"threshold 0.2": [207, 57, 407], "threshold 0.4": [307]}
+
+
+# ---- confidence -------------------------------------------------------------------------------------------------
+
+
+def test_confidence_by_class_is_that_of_the_predictions_over_seeds(runs):
+    folders = [runs / "k12-seed0", runs / "k12-seed1"]
+    found = confidence.confidence(folders, device="cpu")
+    (series,) = found["series"]
+    assert (series["seeds"], series["label"]) == ([0, 1], "shared · mlp · digits")
+    data = load_data("digits", validation=200).test
+    images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
+    peers = {seed: Run(folder)["net"] for seed, folder in enumerate(folders)}
+    p = np.concatenate([peer.predict(images, 3, seed=s, name="net").probabilities for s, peer in peers.items()])
+    truth = np.tile(labels, 2)
+    for label in range(10):
+        sure = p[truth == label].max(1).astype(float)
+        assert series["count"][label] == len(sure)
+        assert series["mean"][label] == pytest.approx(sure.mean())
+        assert series["accuracy"][label] == pytest.approx((p[truth == label].argmax(1) == label).mean())
+        assert series["quantiles"][label] == pytest.approx(np.quantile(sure, found["levels"]))
+    (outside,) = series["outside"].values()
+    noise = torch.from_numpy(np.load(runs / "noise.npz")["test_images"])[:, None]
+    sure = np.concatenate(
+        [peer.predict(noise, 3, seed=s, name="net").probabilities.amax(1) for s, peer in peers.items()]
+    )
+    assert (outside["count"], outside["mean"]) == (80, pytest.approx(sure.mean()))
+    assert outside["quantiles"] == pytest.approx(np.quantile(sure.astype(float), found["levels"]))
+    figure = confidence.draw_confidence(found)
+    assert [text.get_text() for text in figure.axes[0].texts][:10] == [f"{100 * mean:.1f}" for mean in series["mean"]]
+    assert drawn(figure) > 20
+
+
+def test_many_classes_are_a_band_from_the_worst_to_the_best():
+    rng = np.random.default_rng(0)
+    accuracy = rng.random(100).round(2).tolist()
+    quantiles = np.sort(rng.random((100, 5)), 1).tolist()
+    one = {"label": "x", "seeds": [0], "classes": list(map(str, range(100))), "count": [3] * 99 + [0],
+           "accuracy": [*accuracy[:99], None], "mean": [*accuracy[:99], None],
+           "quantiles": [*quantiles[:99], [None] * 5],
+           "outside": {"a/svhn.npz": {"count": 9, "mean": 0.4, "quantiles": [0.1, 0.2, 0.3, 0.4, 0.5]}}}  # fmt: skip
+    figure = confidence.draw_confidence({"series": [one]})
+    (axes,) = figure.axes
+    dots = next(line for line in axes.get_lines() if line.get_label() == "accuracy")
+    assert dots.get_ydata().tolist() == pytest.approx(sorted(100 * value for value in accuracy[:99]))
+    assert texts(axes)[-1] == "confidence: svhn"
+
+
+# ---- the verb ---------------------------------------------------------------------------------------------------
+
+
+def verb(capsys, *arguments):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["figure", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return done.value.code or 0, out, err
+
+
+@pytest.mark.parametrize("name", ["posterior", "bytes", "confidence"])
+def test_the_verb_writes_a_picture_and_prints_its_numbers(runs, tmp_path, capsys, name):
+    code, out, _ = verb(capsys, name, runs / "k12-seed0", "--out", tmp_path / "x.png", "--json", "--device", "cpu")
+    assert (code, json.loads(out)["figure"]) == (0, name)
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["posterior", "dnn-seed0"],
+            "dnn-seed0: its weights have no scales; expected a mean-field posterior or shared",
+        ),
+        (["posterior", "k4-seed0", "--layer", "fc"], "k4-seed0: there is no layer 'fc'; known: "),
+        (["bytes", "k4-seed0", "--layer", "fc"], "figure bytes: one layer alone is for posterior"),
+    ],
+)
+def test_what_can_not_be_drawn_is_one_sentence(runs, tmp_path, capsys, words, sentence):
+    name, folder, *more = words
+    code, out, err = verb(capsys, name, runs / folder, *more, "--out", tmp_path / "x.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):
+    assert reporting.shared_picture(Run(runs / "stage1-seed0")) == {}
+    shared = Run(runs / "k4-seed0")
+    assert isinstance(shared["net"], Shared)
+    (picture,) = reporting.shared_picture(shared).items()
+    record = json.loads((shared.folder / "evaluation.json").read_text())
+    pages = [reporting.report_page([record], "h", {}, more) for more in ({}, dict([picture]))]
+    assert [page.count("<img") for page in pages] == [3, 4]
+    assert picture[0] in pages[1]
+
+
+def test_all_figures_are_known_by_name():
+    assert {"posterior", "bytes", "confidence"} <= set(curves.NAMES)
+    with pytest.raises(InputError, match="did you mean 'posterior'"):
+        reporting.write_figure("posteriors", ["x"])
