@@ -7,6 +7,7 @@ from peerbayes import terms
 from peerbayes.terms import registry
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("commands")
 
 
 @pytest.fixture

@@ -287,15 +287,19 @@ def compress(
     weights = learning.weights_of(run)
     folder = out or weights.parent.with_name(f"{weights.parent.name}-shared")
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
-    recipe = learning.recipe_from(into, weights, changes)
     if learning.kind_of(weights) == "mean_field":
-        _train_and_show([learning.Job(recipe, folder, seed)], False, as_json, quiet, resume, **how)
+        job = learning.Job(learning.recipe_from(into, weights, changes), folder, seed)
+        _train_and_show([job], False, as_json, quiet, resume, **how)
         return
-    scaled = learning.Job(learning.recipe_from(first, weights), folder.with_name(f"{folder.name}-stage1"), seed)
+    scaled = folder.with_name(f"{folder.name}-stage1")
+    before = learning.Job(learning.recipe_from(first, weights), scaled, seed)
+    start = scaled / f"weights-{before.recipe.peers[0].name}.safetensors"
+    job = learning.Job(learning.recipe_from(into, weights, changes, start), folder, seed)
+    learning.check_jobs([job], resume=resume, **how)
 
     def with_scales(train: Callable[..., list[Run]]) -> list[Job]:
-        (done,) = train([scaled], resume=scaled.folder.exists())
-        return [learning.Job(learning.recipe_from(into, learning.weights_of(done.folder), changes), folder, seed)]
+        train([before], resume=scaled.exists())
+        return [job]
 
     _train_and_show(with_scales, False, as_json, quiet, resume, **how)
 

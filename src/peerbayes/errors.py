@@ -17,3 +17,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(known)}" if known else ""
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of what an exception says, with its kind unless that line is a sentence by itself."""
+    kind, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
+    if text and isinstance(error, RuntimeError | ValueError | ImportError | OSError):
+        return text
+    return f"{kind}: {text}" if text else kind

@@ -11,10 +11,22 @@ from pydantic_core import PydanticCustomError
 from peerbayes.errors import InputError, nearest
 
 
-class Strict(BaseModel):
-    """The base of every settings table."""
+class Table(BaseModel):
+    """The base of what is read from files: types are checked, and keys that are not asked for are left alone."""
 
     model_config = ConfigDict(strict=True, frozen=True, validate_default=True)
+
+    @classmethod
+    def parse(cls, given: Any, origin: str) -> Self:
+        """Validate a table; the first fault becomes one sentence that begins with ``origin``."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise InputError(f"{origin}: {_sentence(error, given)}") from None
+
+
+class Strict(Table):
+    """The base of every settings table: a key that is not known is a fault."""
 
     @model_validator(mode="before")
     @classmethod
@@ -24,14 +36,6 @@ class Strict(BaseModel):
                 text = f"has no key '{key}'{nearest(str(key), cls.model_fields)}"
                 raise PydanticCustomError("unknown_key", "{text}", {"text": text})
         return given
-
-    @classmethod
-    def parse(cls, given: Any, origin: str) -> Self:
-        """Validate a table; the first fault becomes one sentence that begins with ``origin``."""
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            raise InputError(f"{origin}: {_sentence(error, given)}") from None
 
 
 def nested(error: ValidationError, place: str, given: Any) -> PydanticCustomError:

@@ -439,6 +439,25 @@ def test_bad_csv(tmp_path, files, message):
         load(tmp_path)
 
 
+def test_a_split_is_taken_by_its_exact_name(tmp_path):
+    own = {
+        "train_notes": ["no texts"],
+        "train": [["right", 0], ["word", 1]],
+        "train5k": [["wrong", 0]],
+        "test": [["x", 0]],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(own))
+    found = load(tmp_path / "a.json")
+    assert decoded(found.train, found.vocabulary) == [["right"], ["word"]]
+
+
+def test_a_folder_with_two_validation_splits_is_refused(tmp_path):
+    for part in ("train", "val", "validation"):
+        write_csv(tmp_path / "set" / f"{part}.csv", [["1", "a"], ["2", "b"]])
+    with pytest.raises(InputError, match=r"set: 'val' and 'validation' could both be one split; leave one of them"):
+        load(tmp_path / "set")
+
+
 def test_a_wrong_byte_far_into_a_file_is_placed_exactly(tmp_path):
     good = b"".join(b"%d,line number %d\n" % (i % 2 + 1, i) for i in range(5000))
     (tmp_path / "a.csv").write_bytes(good + b"1,\xff\n" + good)
@@ -461,6 +480,11 @@ def test_a_wrong_byte_far_into_a_file_is_placed_exactly(tmp_path):
         (b'{"train": [["a", 0], ["b", 1]], "test": [["c", 2]]}', "row 1 of 'test': .*from 0 to 1, found '2'"),
         (b'{"train": [["a", "x"]], "test": [["c", "y"]]}', r"row 1 of 'test': .*1 classes \(x\), found 'y'"),
         (b'{"train": [["a", 0]], "classes": 3}', "expected 'classes' as a list of names"),
+        (b'{"train5k": [["a", 0]], "train_all": [["a", 0]]}', "'train5k' and 'train_all' could both be one split"),
+        (
+            b'{"train": [["a", 0]], "val": [["a", 0]], "validation": []}',
+            "'val' and 'validation' could both be one split",
+        ),
     ],
 )
 def test_bad_json(tmp_path, content, message):

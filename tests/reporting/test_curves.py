@@ -37,8 +37,9 @@ def write_run(folder, alpha=1.0, seed=0, epochs=(), record=None, finished=True, 
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(Recipe.parse(table, "table").to_toml())
     (folder / "run.json").write_text(json.dumps({"seed": seed, "finished": finished}))
-    lines = [json.dumps({"stage": 1, "peers": {n: {"terms": {}} | p for n, p in line.items()}}) for line in epochs]
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    blank = {"terms": {}, "notes": {}}
+    lines = [{"stage": 1, "step": k, "peers": {n: blank | p for n, p in line.items()}} for k, line in enumerate(epochs)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if record is not None:
         (folder / "evaluation.json").write_text(json.dumps(record))
     return folder

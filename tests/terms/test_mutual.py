@@ -128,6 +128,13 @@ def test_a_graph_with_an_unknown_peer_is_refused_by_name_before_anything_is_trai
         value(batch("ab"), "a", graph=[{"teacher": "a", "student": "a"}])
 
 
+def test_an_empty_graph_is_refused_with_what_to_do_instead():
+    with pytest.raises(
+        InputError, match=r"graph: an empty graph lets nobody learn from anybody; for that set alpha = 0"
+    ):
+        learner({"likelihood": {}, "mutual": {"graph": []}})
+
+
 # ---- schedules --------------------------------------------------------------------------------------------------
 
 COSINE = {"schedule": "cosine", "start": 2.0, "end": 0.5, "epochs": 10.0}

@@ -3,8 +3,8 @@
 CSV without a header: a class number from 1 in the first column, then the text, whose columns are joined by a blank (AG
 News, Yahoo! Answers, Yelp). With a header: the class in a column ``label``, ``category``, ``class``, ``class index`` or
 ``intent``, the text in ``text``, or in all other columns. A ``classes.txt`` beside the files names the classes, one a
-line. JSON: an object with lists ``train``, ``test`` and ``val`` or ``validation`` of ``[text, label]`` or
-``{"text": ..., "label": ...}``, and perhaps ``classes``.
+line. JSON: an object with lists ``train`` (or one ``train...`` alone, such as a subset's ``train10k``), ``test`` and
+``val`` or ``validation`` of ``[text, label]`` or ``{"text": ..., "label": ...}``, and perhaps ``classes``.
 
 Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -292,12 +292,11 @@ def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = No
         return _read_json(path, want_train)
     if path.is_file():
         return read_csv(path, None, None, want_train, names)
-    test, val, validation = (
-        place if (place := path / f"{part}.csv").is_file() else None for part in ("test", "val", "validation")
-    )
-    if not (path / "train.csv").is_file():
+    there = {place.stem: place for place in path.glob("*.csv") if place.is_file()}
+    if "train" not in there:
         raise InputError(f"{path / 'train.csv'}: file not found; unpack the archive again")
-    return read_csv(path / "train.csv", test, val or validation, want_train, names)
+    validation = there.get(_one_of(path, there, ["val", "validation"]) or "")
+    return read_csv(there["train"], there.get("test"), validation, want_train, names)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -315,12 +314,20 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
+def _one_of(path: Path, there: Container[str], names: Sequence[str]) -> str | None:
+    """Return which of the names a split has in a file or folder; two of them are refused."""
+    found = [name for name in names if name in there]
+    if len(found) > 1:
+        raise InputError(f"{path}: {' and '.join(map(repr, found))} could both be one split; leave one of them")
+    return found[0] if found else None
+
+
 def _read_json(path: Path, want_train: bool) -> Corpus:
     content = _content(path)
-    train = next((key for key in content if key.startswith("train")), None)
+    train = _one_of(path, content, ["train"] if "train" in content else [k for k in content if k.startswith("train")])
     if train is None:
         raise InputError(f"{path}: expected a list 'train', found {', '.join(map(repr, content)) or 'nothing'}")
-    validation = next((key for key in ("val", "validation") if key in content), None)
+    validation = _one_of(path, content, ["val", "validation"])
     test = "test" if "test" in content else None
 
     if not want_train:

@@ -222,6 +222,20 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
     return split
 
 
+def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None) -> Split:
+    """Read an out-of-distribution set in the form that another data set has: its vocabulary, or its size and channels.
+
+    ``name`` and ``root`` as in :func:`load`.
+    """
+    if like.vocabulary is not None:
+        return load_texts(name, like.vocabulary, root=root)
+    split = load_images(name, root=root, size=like.shape[1])
+    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+    if images.shape[1] != like.shape[0]:
+        raise InputError(f"{name}: images have {images.shape[1]} channels, expected {like.shape[0]} as in {like.name}")
+    return split
+
+
 def _title(name: str | Path) -> str:
     return name if isinstance(name, str) and name in names() else Path(name).stem
 

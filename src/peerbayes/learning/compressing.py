@@ -11,13 +11,14 @@ from peerbayes.learning.run import Run, peers_at
 from peerbayes.learning.sources import Job, is_trained, source_of
 
 
-def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = ()) -> Recipe:
+def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), start: Path | None = None) -> Recipe:
     """Return a recipe of one peer that starts from a trained one, with its network and the data that it has learnt.
 
     Args:
         recipe: its name or file.
         source: a weights file of a run.
         changes: of the recipe, such as ``stages.0.epochs=5``.
+        start: weights file to start from, where it is another one of that network, which may not be there yet.
     """
     base = load_recipe(recipe)
     if len(base.peers) != 1:
@@ -27,7 +28,7 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = ()) -
     table["data"] = run.recipe.data.model_dump(exclude_none=True)
     table["peers"][0] |= {
         "network": next(peer.network for peer in run.recipe.peers if peer.name == name),
-        "start_from": str(source.resolve()),
+        "start_from": str((start or source).resolve()),
     }
     for one in changes:
         change(table, one, f"recipe {recipe}")

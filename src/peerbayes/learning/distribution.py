@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from peerbayes.errors import InputError, nearest
+from peerbayes.errors import InputError, nearest, reason
 
 # The first process may write and judge for a while before the others hear of it again.
 TIMEOUT = timedelta(minutes=30)
@@ -163,8 +163,7 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = str(error).strip().splitlines()[0]
-        raise InputError(f"process {world.rank} can't join the others at {where}: {why}") from error
+        raise InputError(f"process {world.rank} can't join the others at {where}: {reason(error)}") from error
     try:
         yield world
     except BaseException as error:

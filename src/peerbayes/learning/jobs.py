@@ -17,6 +17,7 @@ from peerbayes import data as data_room
 from peerbayes.data import Dataset, Placement, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import checkpoints
+from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.loop import Learner, TrainingError, run_together
@@ -37,7 +38,6 @@ from peerbayes.learning.sources import (
     build_peers,
     build_teachers,
     fitted_to_teachers,
-    unsourced,
     untrained_sources,
 )
 from peerbayes.learning.teachers import Teachers
@@ -150,6 +150,7 @@ def fit(
     reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
     _refuse_occupied(job, resume)
     if not _is_finished(job, reporter):
+        check_outside(found, loaded, settings.root)
         taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
         session = _Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught)
         for error in _train_wave([session], settings.world).values():
@@ -199,15 +200,17 @@ def train_jobs(
     """
     settings = How(**how)
     reporter = (reporter or Reporter()) if settings.world.is_first else _Mute()
-    jobs = [replace(job, recipe=fitted_to_teachers(_with_full_path(job.recipe))) for job in jobs]
+    jobs = [_completed(job) for job in jobs]
     for place, job in enumerate(jobs):
         if any(job.folder.resolve() == other.folder.resolve() for other in jobs[:place]):
             raise InputError(f"{job.folder}: two runs can't have one folder")
         _refuse_occupied(job, resume)
     device, loaded = settings.place(), Loaded(settings.root)
-    done = _train_sources(jobs, loaded, device, reporter, settings)
+    left = [job for job in jobs if not _is_finished(job, reporter)]
+    _check_all(left, loaded, device, settings)
+    done = _train_sources(left, reporter, settings)
+    left = [job for job in left if job.folder.resolve() not in done]
     found: dict[int, TrainingError] = {}
-    left = [job for job in jobs if job.folder.resolve() not in done and not _is_finished(job, reporter)]
     for wave in settings.waves(left, device):
         sessions = []
         for job in wave:
@@ -222,6 +225,38 @@ def train_jobs(
     for error in found.values() if errors is None else ():
         raise error
     return [Run(job.folder) for job in jobs]
+
+
+def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loaded | None = None, **how: Any) -> None:
+    """Refuse jobs that could not be trained, without training them.
+
+    Args:
+        jobs: as `train_jobs` takes them.
+        resume: whether their folders may hold interrupted runs; None for not looking there.
+        loaded: data sets that are known already.
+        how: see `How`.
+    """
+    settings = How(**how)
+    known, device = loaded or Loaded(settings.root), settings.place()
+    for job in map(_completed, jobs):
+        if resume is not None:
+            _refuse_occupied(job, resume)
+        check(job, known(job.recipe, job.folder / "vocabulary.json"), device, settings.root, settings.world)
+
+
+def _completed(job: Job) -> Job:
+    return replace(job, recipe=fitted_to_teachers(_with_full_path(job.recipe)))
+
+
+def _check_all(jobs: Sequence[Job], loaded: Loaded, device: torch.device, how: How) -> None:
+    """Refuse what is wrong with any job before the first is trained, or a source of it, which may take days."""
+    at_once = len(how.waves(jobs, device)) <= 1 and not any(map(untrained_sources, jobs))
+    for job in {job.recipe.digest: job for job in jobs}.values():  # seeds are alike
+        data = loaded(job.recipe, job.folder / "vocabulary.json")
+        if at_once:  # the learners look for themselves before anything is written
+            check_outside(job.recipe, data, how.root)
+        else:
+            check(job, data, device, how.root, how.world)
 
 
 class Loaded:
@@ -250,43 +285,38 @@ def _is_finished(job: Job, reporter: Reporter) -> bool:
 
 def _with_full_path(recipe: Recipe) -> Recipe:
     # A run must find its data again from another folder.
-    data, changes = recipe.data, dict[str, Any]()
-    if data.name not in data_room.names() and Path(data.name).exists():
-        changes["name"] = str(Path(data.name).resolve())
+    data, changes = recipe.data, dict[str, Any](name=_full(recipe.data.name))
     if data.text is not None and data.text.vectors and Path(data.text.vectors).expanduser().exists():
         vectors = str(Path(data.text.vectors).expanduser().resolve())
         changes["text"] = data.text.model_copy(update={"vectors": vectors})
-    return recipe.model_copy(update={"data": data.model_copy(update=changes)}) if changes else recipe
+    outside = {"out_of_distribution": [_full(name) for name in recipe.evaluation.out_of_distribution]}
+    evaluation = recipe.evaluation.model_copy(update=outside)
+    return recipe.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+
+
+def _full(name: str) -> str:
+    return str(Path(name).resolve()) if name not in data_room.names() and Path(name).exists() else name
 
 
 # ---- what has to be trained first -----------------------------------------------------------------------------------
 
 
-def _train_sources(
-    jobs: Sequence[Job], loaded: Loaded, device: torch.device, reporter: Reporter, how: How
-) -> set[Path]:
+def _train_sources(jobs: Sequence[Job], reporter: Reporter, how: How) -> set[Path]:
     """Train what the jobs' peers start from, and their teachers, where they are missing; return the folders."""
     sources: dict[Path, Job] = {}
     for job in jobs:
         sources |= {source.folder.resolve(): source for source in untrained_sources(job)}
-    if not sources:
-        return set()
     for job in jobs:
         wanted = sources.get(job.folder.resolve())
-        if wanted is not None and wanted.recipe != job.recipe:
+        if wanted is not None and _with_full_path(wanted.recipe) != job.recipe:
             raise InputError(
                 f"{job.folder}: other runs start from it with the settings of '{wanted.recipe.name}', but other "
                 "settings are asked for; train it into a folder of its own"
             )
-        # Everything is checked before a source is trained, which may take days.
-        trial = unsourced(job)
-        data = loaded(job.recipe)
-        taught = build_teachers(job, data, device)
-        peers = build_peers(trial, data, device)
-        Learner(trial.recipe, peers, data, job.seed, engine="eager", world=how.world, teachers=taught).feed.close()
     for source in sources.values():
         reporter.headline(f"{source.recipe.name}: training it first, into {source.folder}")
-    train_jobs(list(sources.values()), resume=True, reporter=reporter, **how.__dict__)
+    if sources:
+        train_jobs(list(sources.values()), resume=True, reporter=reporter, **how.__dict__)
     return set(sources)
 
 
@@ -422,11 +452,11 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
         return
     if not resume:
         raise InputError(f"{folder}: already holds a run; add --resume to go on with it, or choose another folder")
-    before, about = load_recipe(folder / "recipe.toml"), read_json(folder / "run.json")
-    if about.get("seed") != job.seed:
-        raise InputError(f"{folder}: holds a run of seed {about.get('seed')}, not {job.seed}")
-    if before != job.recipe:
-        raise InputError(f"{folder}: holds a run of another recipe ('{before.title}'), or with other settings")
+    before = Run(folder)
+    if before.seed != job.seed:
+        raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
+    if before.recipe != job.recipe:
+        raise InputError(f"{folder}: holds a run of another recipe ('{before.recipe.title}'), or with other settings")
 
 
 FILES = [
@@ -455,11 +485,10 @@ class _MetricsLog:
     def keep_until(self, step: int) -> None:
         """Drop the lines of steps that a resumed run will do again."""
         kept = []
-        if self.path.is_file():
-            for line in self.path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut short
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
+        for line in self.path.read_bytes().splitlines() if self.path.is_file() else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut short, or is damaged
+                if json.loads(line)["step"] <= step:
+                    kept.append(line.decode())
         write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def write(self, line: dict[str, Any]) -> None:

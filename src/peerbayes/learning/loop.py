@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peerbayes import evaluation, noise, terms
 from peerbayes.data import Dataset, Placement, augment, feed, to_unit
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, reason
 from peerbayes.learning import recipe as settings
 from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
@@ -203,7 +203,7 @@ class Learner:
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             if self.engine.name == "eager":
                 raise
-            why = str(error).strip().splitlines()[0]
+            why = reason(error)
             self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -391,11 +391,6 @@ class Learner:
             outputs = {}
             for name, posterior in self.peers.items():
                 logits, features, weights = self._try_network(name, batch, self._layers[number])
-                if logits.dim() != 2 or logits.shape[1] != self.data.classes:
-                    raise InputError(
-                        f"the network of peer '{name}' returns shape {tuple(logits.shape)}, expected "
-                        f"{(len(batch), self.data.classes)}: {self.data.name} has {self.data.classes} classes"
-                    )
                 outputs[name] = terms.Output(posterior, weights, logits, features)
             found = terms.Batch(
                 labels,
@@ -416,9 +411,8 @@ class Learner:
             try:
                 with torch.no_grad():
                     logits = teachers.logits(run_plain, images, teachers.tensors(0), None)
-            except (RuntimeError, ValueError, TypeError) as error:
-                why = str(error).strip().splitlines()[0]
-                shape = tuple(images.shape[1:])
+            except Exception as error:  # a user's network may raise anything
+                shape, why = tuple(images.shape[1:]), reason(error)
                 raise InputError(f"a teacher can't take {self.data.name}'s inputs, of shape {shape}: {why}") from error
             for number, found in enumerate(logits, start=1):
                 if found.shape != (len(images), self.data.classes):
@@ -430,26 +424,37 @@ class Learner:
 
     @torch.no_grad()
     def _try_network(self, peer: str, images: Tensor, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
-        posterior = self.peers[peer]
-        posterior.eval()
-        with kept_buffers(posterior):
-            try:
-                begin = noise.start(Address(self.seed, peer, "step", 0), self.device)
-                flat, std, extra = place_peer(posterior, begin)
-                logits, features = posterior.training_pass(images, flat, extra, layers)
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                if isinstance(error, InputError):
+        posterior, devices = self.peers[peer], [self.device] if self.device.type == "cuda" else []
+        begin = noise.start(Address(self.seed, peer, "step", 0), self.device)
+        with kept_buffers(posterior), torch.random.fork_rng(devices):
+            for training in (True, False):  # some networks return something else while they train
+                posterior.train(training)
+                try:
+                    with torch.set_grad_enabled(training):
+                        flat, std, extra = place_peer(posterior, begin)
+                        logits, features = posterior.training_pass(images, flat, extra, layers)
+                except InputError:
                     raise
-                why = str(error).strip().splitlines()[0]
-                raise InputError(
-                    f"the network of peer '{peer}' can't take {self.data.name}'s images, of shape "
-                    f"{tuple(images.shape[1:])}: {why}"
-                ) from error
-        found: Any = logits
-        if not isinstance(found, Tensor):
-            kind = type(found).__name__
-            raise InputError(f"the network of peer '{peer}' returns a {kind}, expected a tensor of logits")
+                except Exception as error:  # a user's network may raise anything
+                    raise InputError(
+                        f"the network of peer '{peer}' can't take {self.data.name}'s images, of shape "
+                        f"{tuple(images.shape[1:])}: {reason(error)}"
+                    ) from error
+                self._check_logits(peer, logits, len(images), training)
         return logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
+
+    def _check_logits(self, peer: str, logits: Any, count: int, training: bool) -> None:
+        who, when = f"the network of peer '{peer}'", " while it trains" * training
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise InputError(f"{who} returns a {kind}{when}, expected a tensor of logits")
+        if logits.dim() != 2 or logits.shape[1] != self.data.classes:
+            raise InputError(
+                f"{who} returns shape {tuple(logits.shape)}{when}, expected {(count, self.data.classes)}: "
+                f"{self.data.name} has {self.data.classes} classes"
+            )
+        if training and not logits.requires_grad:
+            raise InputError(f"{who} returns logits without a gradient, so nothing could be learnt; is it detached?")
 
     def _shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
         if not layers:

@@ -17,15 +17,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from torch import nn
 
 import peerbayes
 from peerbayes import data as data_room
 from peerbayes import networks
 from peerbayes.data import Dataset, TextOptions, Vocabulary
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, reason
 from peerbayes.learning.recipe import CUSTOM, Recipe, load_recipe
 from peerbayes.posteriors import Posterior, storage
+from peerbayes.schema import Strict, Table
+
+
+class _Inputs(Strict):
+    """What a network must know of the data; see `peerbayes.networks.Inputs`."""
+
+    classes: int
+    shape: list[int]
+    mean: list[float]
+    std: list[float]
+    tokens: int = 0
+    dimension: int = 0
+
+
+class _About(Table):
+    """What is looked for in run.json; all but the seed come from finished runs alone."""
+
+    seed: int
+    finished: bool = False
+    inputs: _Inputs | None = None
+    hardware: str = ""
+    versions: dict[str, str] = {}
+    seconds: float = 0.0
+
+
+class _PeerLine(Table):
+    """What an epoch was to a peer."""
+
+    terms: dict[str, float]
+    notes: dict[str, float]
+    gradient_share: dict[str, float] = {}
+    valid_accuracy: float | None = None
+    valid_nll: float | None = None
+    test_accuracy: float | None = None
+    test_nll: float | None = None
+
+    @model_validator(mode="after")
+    def _whole_looks(self) -> _PeerLine:
+        for split in ("valid", "test"):
+            accuracy, nll = getattr(self, f"{split}_accuracy"), getattr(self, f"{split}_nll")
+            if (accuracy is None) != (nll is None):
+                raise ValueError(f"expected {split}_accuracy and {split}_nll together")
+        return self
+
+
+class _Line(Table):
+    """A line of metrics.jsonl."""
+
+    stage: int
+    step: int
+    peers: dict[str, _PeerLine]
 
 
 class Run(Mapping[str, Posterior]):
@@ -37,6 +89,7 @@ class Run(Mapping[str, Posterior]):
             raise InputError(f"{self.folder}: not a run folder (it has no recipe.toml)")
         self.recipe = load_recipe(self.folder / "recipe.toml")
         self.about: dict[str, Any] = read_json(self.folder / "run.json")
+        _About.parse(self.about, str(self.folder / "run.json"))
         self._networks = networks_by_peer
         self._loaded: dict[str, Posterior] = {}
 
@@ -45,6 +98,12 @@ class Run(Mapping[str, Posterior]):
         """The run's seed."""
         return int(self.about["seed"])
 
+    def said(self, key: str) -> Any:
+        """Return what run.json says under a key of finished runs."""
+        if key not in self.about:
+            raise InputError(f"{self.folder / 'run.json'}: '{key}' is missing")
+        return self.about[key]
+
     @property
     def finished(self) -> bool:
         """Whether training reached its end."""
@@ -52,9 +111,19 @@ class Run(Mapping[str, Posterior]):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
+        """The lines of metrics.jsonl; one at the end that a kill has cut short is left out."""
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                found.append(_parse_json(line, f"{path}, line {number}"))
+            except InputError:
+                if number == len(lines) and not line.endswith(b"\n"):
+                    break
+                raise
+            _Line.parse(found[-1], f"{path}, line {number}")
+        return found
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -84,7 +153,7 @@ class Run(Mapping[str, Posterior]):
                 f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "
                 f"peerbayes.load(folder, networks={{'{peer}': ...}})"
             )
-        return networks.build(name, networks.Inputs(**_tuples(self.about["inputs"])))
+        return networks.build(name, networks.Inputs(**_tuples(self.said("inputs"))))
 
     def __iter__(self) -> Iterator[str]:
         return (peer.name for peer in self.recipe.peers)
@@ -136,9 +205,9 @@ def pick_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device '{device}' can't be used: {str(error).splitlines()[0]}") from None
+        torch.ones(2, device=found).sum().item()  # some devices have no memory, or can't compute
+    except Exception as error:  # backends that are not installed raise many kinds
+        raise InputError(f"device '{device}' can't be used: {reason(error)}") from None
     return found
 
 
@@ -170,11 +239,18 @@ def write_text(path: Path, text: str) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _parse_json(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the run folder is not complete") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise InputError(f"{origin}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{origin}: expected a JSON object, found {type(found).__name__}")
     return found
 
 

@@ -84,12 +84,6 @@ def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Po
     }
 
 
-def unsourced(job: Job) -> Job:
-    """Return the job with peers that start from nothing: to try out, before what they start from has been trained."""
-    peers = [peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
-    return replace(job, recipe=job.recipe.model_copy(update={"peers": peers}))
-
-
 def source_of(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job | None:
     """Return what a peer starts from: a file of weights, or the run that makes it."""
     source = peer.start_from
@@ -145,7 +139,7 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
     found: list[Posterior] = []
     for source in teacher_sources(job):
         if isinstance(source, Job) and not is_trained(source.folder):
-            found += build_peers(unsourced(source), loaded, device).values()
+            found += build_peers(rehearsed(source), loaded, device).values()
             continue
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)
@@ -201,6 +195,18 @@ def untrained_sources(job: Job) -> list[Job]:
     named = [source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers]
     needed = [source for source in (*named, *teacher_sources(job)) if isinstance(source, Job)]
     return [source for source in needed if not is_trained(source.folder)]
+
+
+def rehearsed(job: Job) -> Job:
+    """Return a job to look at, not to train: its peers do not start from what is not there yet, nor make codebooks."""
+
+    def is_there(peer: Peer) -> bool:
+        source = source_of(peer, job.recipe, job.seed, job.folder.parent)
+        there = is_trained(source.folder) if isinstance(source, Job) else True
+        return there and not isinstance(peer.posterior, SharedOptions)
+
+    peers = [peer if is_there(peer) else peer.model_copy(update={"start_from": None}) for peer in job.recipe.peers]
+    return replace(job, recipe=job.recipe.model_copy(update={"peers": peers}))
 
 
 def _refuse_circle(source: str, above: tuple[str, ...] = ()) -> None:

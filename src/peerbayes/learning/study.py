@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, reason
 from peerbayes.learning.space import Axis, Setting, corners
 from peerbayes.noise import Address
 
@@ -72,8 +72,8 @@ def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
-        raise InputError(f"the study's database {hide_password(url)} can't be used: {reason}") from None
+        why = reason(error.__cause__ or error).rstrip(".")
+        raise InputError(f"the study's database {hide_password(url)} can't be used: {why}") from None
 
 
 class Study:

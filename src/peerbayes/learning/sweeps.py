@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +22,11 @@ import torch
 
 from peerbayes import evaluation
 from peerbayes.errors import InputError
-from peerbayes.learning.jobs import Engine, Loaded, Precision, train_jobs
+from peerbayes.learning.jobs import Engine, Loaded, Precision, check_jobs, train_jobs
 from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, environment, load_data, pick_device
+from peerbayes.learning.run import Run, environment, pick_device
 from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study, hide_password, reaching, require_optuna
@@ -117,13 +116,16 @@ def sweep(
         raise InputError(f"objective '{objective}': expected {', '.join(FIGURES)}")
     axes = parse_axes(over, load_recipe(recipe, changes))
     sampler = _sampler(sampler, trials, axes)
-    changes = _with_validation(recipe, changes, validation, root, reporter)
+    loaded = Loaded(root)
+    changes = _with_validation(recipe, changes, validation, loaded, reporter)
     base = load_recipe(recipe, changes)
-    for setting in corners(axes):  # every setting is checked before one is trained
-        load_recipe(recipe, [*changes, *overrides(axes, setting)])
     folder, name = Path(out) if out is not None else Path("sweeps") / _slug(recipe), study or base.name
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder for the sweep")
+    how = {"device": where, "root": root, "engine": engine, "precision": precision}
+    recipes = [(setting, load_recipe(recipe, [*changes, *overrides(axes, setting)])) for setting in corners(axes)]
+    for setting, changed in recipes:  # every setting is checked before one is trained
+        _check(setting, Job(changed, _run_folder(folder, setting, seeds[0]), seeds[0]), loaded, how)
     if storage is None:
         folder.mkdir(parents=True, exist_ok=True)
         storage = f"sqlite:///{folder / 'study.db'}"
@@ -137,8 +139,7 @@ def sweep(
     pack = pack or (4 if where.type == "cuda" and sampler == "grid" else 1)
     with reaching(storage):
         shared = Study(storage, name, about, axes, sampler, trials or TRIALS, objective == "accuracy", folder)
-        how = {"device": where, "root": root, "engine": engine, "precision": precision}
-        trainer = _Trainer(shared, recipe, changes, axes, tuple(seeds), objective, folder, reporter, how)
+        trainer = _Trainer(shared, recipe, changes, axes, tuple(seeds), objective, folder, reporter, how, loaded)
         try:
             while claims := shared.claim(pack):
                 trainer.run(claims)
@@ -151,14 +152,28 @@ def sweep(
 
 
 def _with_validation(
-    recipe: str | Path, changes: Sequence[str], given: float | None, root: str | Path | None, reporter: Reporter
+    recipe: str | Path, changes: Sequence[str], given: float | None, loaded: Loaded, reporter: Reporter
 ) -> list[str]:
     if given is not None:
         changes = [*changes, f"data.validation={int(given) if given >= 1 else given}"]
-    if load_data(load_recipe(recipe, changes), root).validation is not None:
+    if loaded(load_recipe(recipe, changes)).validation is not None:
         return list(changes)
     reporter.headline(f"no validation split: the sweep keeps {HELD_OUT:.0%} of the training images for it")
     return [*changes, f"data.validation={HELD_OUT}"]
+
+
+def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
+    """Refuse a setting that can't be trained, or not be ranked."""
+    try:
+        if loaded(job.recipe).validation is None:
+            raise InputError("there is no validation split to rank it by; set data.validation above 0")
+        check_jobs([job], loaded=loaded, **how)
+    except InputError as error:
+        raise InputError(f"setting {setting_title(setting)}: {error}") from None
+
+
+def _run_folder(folder: Path, setting: Setting, seed: int) -> Path:
+    return folder / f"{folder_name(setting)}-seed{seed}"
 
 
 def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) -> Sampler:
@@ -188,11 +203,7 @@ class _Trainer:
     folder: Path
     reporter: Reporter
     how: Mapping[str, Any]
-
-    @cached_property
-    def loaded(self) -> Loaded:
-        """The data, to judge on."""
-        return Loaded(self.how["root"])
+    loaded: Loaded
 
     def run(self, claims: Sequence[Claim]) -> None:
         """Train settings side by side and judge them; one that diverges fails alone."""
@@ -218,7 +229,7 @@ class _Trainer:
 
     def _jobs(self, setting: Setting) -> list[Job]:
         recipe = load_recipe(self.recipe, [*self.changes, *overrides(self.axes, setting)])
-        return [Job(recipe, self._folder(setting, seed), seed) for seed in self.seeds]
+        return [Job(recipe, _run_folder(self.folder, setting, seed), seed) for seed in self.seeds]
 
     def _train(self, jobs: Sequence[Job], errors: dict[int, TrainingError]) -> list[Run]:
         while True:
@@ -239,9 +250,9 @@ class _Trainer:
         attributes = {
             "seeds": by_seed,
             "spread": statistics.stdev(values) if len(values) > 1 else None,
-            "seconds": sum(run.about["seconds"] for run in runs),
-            "hardware": runs[0].about["hardware"],
-            "versions": runs[0].about["versions"],
+            "seconds": sum(run.said("seconds") for run in runs),
+            "hardware": runs[0].said("hardware"),
+            "versions": runs[0].said("versions"),
         }
         self.study.finish(claim, statistics.fmean(values), attributes)
 
@@ -263,9 +274,6 @@ class _Trainer:
                 "ece": evaluation.ece(log_p.exp(), labels, options.ece_bins),
             })  # fmt: skip
         return {figure: statistics.fmean(peer[figure] for peer in found) for figure in FIGURES}
-
-    def _folder(self, setting: Setting, seed: int) -> Path:
-        return self.folder / f"{folder_name(setting)}-seed{seed}"
 
     def table(self) -> list[Row]:
         """Return a row a setting of the whole study, whoever trained it."""
@@ -290,7 +298,7 @@ class _Trainer:
         elif "reason" in known:
             row |= {"state": "failed", "reason": known["reason"]}
         row["changes"] = overrides(self.axes, setting)
-        row["runs"] = [str(self._folder(setting, seed)) for seed in self.seeds]
+        row["runs"] = [str(_run_folder(self.folder, setting, seed)) for seed in self.seeds]
         return row
 
 

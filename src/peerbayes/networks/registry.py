@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError, nearest
+from peerbayes.errors import InputError, nearest, reason
 
 
 class WordVectors(NamedTuple):
@@ -113,9 +113,9 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
         built: nn.Module = timm.create_model(name, num_classes=inputs.classes, in_chans=inputs.shape[0], **options)
         with torch.no_grad():
             logits = built.eval()(torch.zeros(1, *inputs.shape))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        sides, reason = "×".join(map(str, inputs.shape[1:])), " ".join(str(error).split())
-        raise InputError(f"network 'timm/{name}' can't be built for images of {sides} pixels: {reason}") from None
+    except Exception as error:  # each network has checks of its own
+        sides, why = "×".join(map(str, inputs.shape[1:])), " ".join(str(error).split()) or reason(error)
+        raise InputError(f"network 'timm/{name}' can't be built for images of {sides} pixels: {why}") from None
     if not isinstance(logits, Tensor) or logits.shape != (1, inputs.classes):
         raise InputError(f"network 'timm/{name}' does not return a row of {inputs.classes} logits for an image")
     return built.train()
@@ -130,11 +130,16 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     module_name, _, attribute = path.partition(":")
     try:
         builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"network '{path}' can't be imported: {error}") from None
+    except Exception as error:  # a module may do anything while it is imported
+        raise InputError(f"network '{path}' can't be imported: {reason(error)}") from error
     if not callable(builder):
         raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
-    built = builder(inputs)
+    try:
+        built = builder(inputs)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"network '{path}' can't be built: {reason(error)}") from error
     if not isinstance(built, nn.Module):
         raise InputError(f"network '{path}' returned {type(built).__name__}, expected a torch.nn.Module")
     return built

@@ -12,14 +12,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from peerbayes.data import Split
+from peerbayes.data import Split, load_outside
 from peerbayes.evaluation import confidence_by_class, confidence_overall
 from peerbayes.learning import Run, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import predict_split
 from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.groups import by_setting, experiment_of, open_runs
-from peerbayes.reporting.outside import load_outside
 from peerbayes.reporting.records import Record, plain
 from peerbayes.reporting.tables import title
 

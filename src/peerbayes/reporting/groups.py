@@ -6,13 +6,16 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from peerbayes.errors import InputError
 from peerbayes.evaluation import summarise
 from peerbayes.learning import Run
 from peerbayes.learning.run import read_json
 from peerbayes.reporting.records import Record, find_runs
+from peerbayes.schema import Table
 
 Alpha = float | Mapping[str, Any]
 
@@ -26,6 +29,18 @@ class Group:
     alpha: Alpha
     weight: float | None
     runs: dict[int, Run] = field(default_factory=dict)
+
+
+class _Peer(Table):
+    accuracy: float
+    nll: float
+
+
+class _Judged(Table):
+    """What figures look for in a record."""
+
+    peers: Annotated[list[_Peer], Field(min_length=1)]
+    cohort: dict[str, float] | None = None
 
 
 def alpha_title(alpha: Alpha) -> str:
@@ -148,7 +163,9 @@ def read_record(run: Run) -> Record:
     if not path.is_file():
         raise InputError(f"{run.folder}: has no evaluation.json; 'peerbayes evaluate {run.folder} --json > {path}' "
                          "makes it")  # fmt: skip
-    return read_json(path)
+    record = read_json(path)
+    _Judged.parse(record, str(path))
+    return record
 
 
 def over_seeds(runs: Mapping[int, Run], value: Callable[[Run], float]) -> Record:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import ArraySplit, Dataset, Split, corrupt, load_corrupted, load_images, load_texts
+from peerbayes.data import ArraySplit, Dataset, Split, corrupt, load_corrupted
 from peerbayes.data.corruptions import COMMON, SEVERITIES
-from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
 
@@ -41,19 +39,6 @@ def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
         "fpr85": evaluation.fpr_at_tpr(inner, outer, tpr=0.85),
         "entropy": {"edges": edges.tolist(), "inside": counts[0], "outside": counts[1]},
     }
-
-
-def load_outside(other: str, loaded: Dataset, root: str | Path | None) -> Split:
-    """Load another data set in the form of one's own, whatever its classes."""
-    if loaded.vocabulary is not None:
-        return load_texts(other, loaded.vocabulary, root=root)
-    split = load_images(other, root=root, size=loaded.shape[1])
-    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
-    if images.shape[1] != loaded.shape[0]:
-        raise InputError(
-            f"{other}: images have {images.shape[1]} channels, expected {loaded.shape[0]} as in {loaded.name}"
-        )
-    return split
 
 
 def mean_of(log_p: Tensor) -> Tensor:

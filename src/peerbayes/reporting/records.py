@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset, Split
+from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, predict_split, storage
-from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, load_outside, mean_of
+from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -73,9 +73,9 @@ def evaluate(
         "method": run.recipe.method,
         "seed": run.seed,
         "epochs": run.recipe.epochs,
-        "hardware": run.about["hardware"],
-        "versions": run.about["versions"],
-        "seconds": run.about["seconds"],
+        "hardware": run.said("hardware"),
+        "versions": run.said("versions"),
+        "seconds": run.said("seconds"),
         "settings": run.recipe.digest,
         "draws": draws,
         "settle": settle,

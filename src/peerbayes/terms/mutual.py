@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from peerbayes import divergences
@@ -42,7 +42,13 @@ class Lesson:
     weight: float
 
 
-Graph = Literal["all", "ring", "best_to_rest"] | list[Edge]
+def _somebody_learns(edges: list[Edge]) -> list[Edge]:
+    if not edges:
+        raise ValueError("an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out")
+    return edges
+
+
+Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_somebody_learns)]
 
 
 def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:

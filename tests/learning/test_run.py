@@ -1,0 +1,147 @@
+"""Run folders that are damaged: a line that a kill cut short is passed over, anything else is one sentence."""
+
+import json
+import shutil
+
+import pytest
+
+from commands import QUIET, called, change, refused, write_small
+from peerbayes.learning import Run, load_recipe, train
+
+CHANGES = ("data.validation=0", "evaluation.test_every=1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two runs over alphas, which the figures compare."""
+    folder = write_small(tmp_path_factory.mktemp("damaged"))
+    for alpha in ("1", "2"):
+        recipe = load_recipe(folder / "small.toml", [*CHANGES, f"stages.0.terms.mutual.alpha={alpha}"])
+        train(recipe, folder / "runs" / alpha, device="cpu")
+    return folder
+
+
+@pytest.fixture
+def runs(trained, tmp_path):
+    return shutil.copytree(trained / "runs", tmp_path / "runs")
+
+
+def figure(capsys, name, runs):
+    found = refused(capsys, "figure", name, runs, "--out", runs / "x.png", "--device", "cpu")
+    assert not (runs / "x.png").exists()
+    return found.removeprefix(f"{runs / '1'}")
+
+
+# ---- run.json -----------------------------------------------------------------------------------------------------
+
+ABOUT = {
+    "[1]": "expected a JSON object, found list",
+    "3": "expected a JSON object, found int",
+    "null": "expected a JSON object, found NoneType",
+    "{}": "'seed' is missing",
+    '{"seed": "x"}': "seed: input should be a valid integer, got 'x'",
+    '{"seed": 0, "finished": 1}': "finished: input should be a valid boolean, got 1",
+    '{"seed": 0, "finished": true, "inputs": 3}': "inputs: input should be a valid dictionary",
+    '{"seed": 0, "finished": true, "inputs": {"klasses": 3}}': "inputs has no key 'klasses'; did you mean 'classes'?",
+    '{"seed": 0, "finished": true, "inputs": {"classes": 3}}': "'inputs.shape' is missing",
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), ABOUT.items(), ids=ABOUT)
+def test_a_damaged_run_json_is_one_sentence(trained, runs, capsys, text, sentence):
+    path = runs / "1" / "run.json"
+    path.write_text(text)
+    again = ("train", trained / "small.toml", "--run", runs / "1", "--resume", *change(*CHANGES), *QUIET)
+    for words in (("evaluate", runs / "1"), ("figure", "curves", runs), again):
+        assert refused(capsys, *words).startswith(f"{path}: {sentence}")
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("key", ["inputs", "hardware", "versions", "seconds"])
+def test_what_run_json_does_not_say_is_named(runs, capsys, key):
+    path = runs / "1" / "run.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != key}))
+    assert refused(capsys, "evaluate", runs / "1", "--device", "cpu") == f"{path}: '{key}' is missing"
+
+
+# ---- metrics.jsonl ------------------------------------------------------------------------------------------------
+
+
+def test_a_last_line_that_a_kill_cut_short_is_passed_over(runs):
+    run = Run(runs / "1")
+    path, before = runs / "1" / "metrics.jsonl", run.metrics
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    assert len(before) == 2
+    for end in (first + 1, first + 100, len(data) - 2):
+        path.write_bytes(data[:end])
+        assert run.metrics == before[:1]
+    path.write_bytes(data[:-1])  # the line is whole, but for its end
+    assert run.metrics == before
+    path.write_bytes(data[: first + 100])
+    numbers = json.loads(called("figure", "curves", runs, "--out", runs / "x.png", "--json"))
+    assert [series["epochs"] for series in numbers["experiments"][0]["series"]] == [[1], [1, 2]]
+
+
+LINES = {
+    b"[1]\n": "expected a JSON object, found list",
+    b"{}\n": "'stage' is missing",
+    b'{"stage": 1, "step": "x", "peers": {}}\n': "step: input should be a valid integer, got 'x'",
+    b'{"stage": 1, "step": 1, "peers": [1]}\n': "peers: input should be a valid dictionary, got [1]",
+    b'{"stage": 1, "step": 1, "peers": {"a": {"notes": {}}}}\n': "'peers.a.terms' is missing",
+    b'{"stage": 1, "step": 1, "peers": {"a": {"terms": {"kl": "x"}, "notes": {}}}}\n': "peers.a.terms.kl: input should "
+    "be a valid number, got 'x'",
+    b'{"stage": 1, "step": 1, "peers": {"a": {"terms": {}, "notes": {}, "test_nll": 1}}}\n': "peers.a: expected "
+    "test_accuracy and test_nll together",
+    b'{"stage": 1,\n': "not valid JSON",
+    b"\xff\xfe\n": "not valid JSON",
+}
+
+
+@pytest.mark.parametrize("name", ["curves", "gap", "diversity"])
+@pytest.mark.parametrize(("line", "sentence"), LINES.items())
+def test_other_damage_of_metrics_is_one_sentence(runs, capsys, name, line, sentence):
+    path = runs / "1" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    assert figure(capsys, name, runs).startswith(f"/metrics.jsonl, line 3: {sentence}")
+    data = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([line, *data[:-1]]))
+    assert figure(capsys, name, runs).startswith(f"/metrics.jsonl, line 1: {sentence}")
+
+
+def test_an_interrupted_run_goes_on_whatever_its_metrics_hold(trained, runs):
+    run = runs / "1"
+    whole, path = Run(run).metrics, run / "metrics.jsonl"
+    (newest,) = run.glob("checkpoint-*")
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"finished": False}))
+    path.write_bytes(b"[1]\n" + path.read_bytes() + b'{"step": 3, "pee')
+    train(load_recipe(trained / "small.toml", CHANGES), run, device="cpu", resume=True)
+    assert newest.is_file()
+    assert Run(run).metrics == whole
+
+
+# ---- evaluation.json ----------------------------------------------------------------------------------------------
+
+RECORDS = {
+    "[]": "expected a JSON object, found list",
+    "3": "expected a JSON object, found int",
+    "{}": "'peers' is missing",
+    '{"peers": []}': "peers: list should have at least 1 item after validation, not 0, got []",
+    '{"peers": [3]}': "peers.0: input should be a valid dictionary",
+    '{"peers": [{"nll": 1}]}': "'peers.0.accuracy' is missing",
+    '{"peers": [{"nll": 1, "accuracy": "x"}]}': "peers.0.accuracy: input should be a valid number, got 'x'",
+    '{"peers": [{"nll": 1, "accuracy": 1}], "cohort": 3}': "cohort: input should be a valid dictionary, got 3",
+}
+
+
+@pytest.mark.parametrize("name", ["spread", "best-alpha", "grid"])
+@pytest.mark.parametrize(("text", "sentence"), RECORDS.items())
+def test_a_record_of_another_shape_is_one_sentence(runs, capsys, name, text, sentence):
+    (runs / "1" / "evaluation.json").write_text(text)
+    assert figure(capsys, name, runs).startswith(f"/evaluation.json: {sentence}")
+
+
+@pytest.mark.parametrize("words", [["evaluate"], ["figure", "curves"], ["distill"], ["compress"]])
+def test_a_record_is_no_run(runs, capsys, words):
+    found = refused(capsys, *words, runs / "1" / "evaluation.json")
+    assert "run folder" in found
