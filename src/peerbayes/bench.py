@@ -455,6 +455,7 @@ def run(
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
     name = re.sub("[^a-z0-9]+", "-", (about["hardware"] if bench.on_gpu else platform.machine()).lower())
+    name = name.removeprefix("nvidia-")
     path = out or Path("results") / f"bench-{name}{'-quick' if quick else ''}.json"
     before = read_json(path) if only and path.is_file() else {}
     measured: Measured = before["measurements"] if _same(before, about) else {}

@@ -144,6 +144,60 @@ def test_one_that_fails_does_not_stop_the_others(user_term):
 SHORT = ["peers.*.network=mlp", "data.batch_size=256", "data.validation=100", "gradient_share_every=2"]
 
 
+def test_one_that_runs_out_of_memory_does_not_stop_the_others(monkeypatch):
+    alone, together = learner(0), [learner(1), learner(0)]
+    alone.run()
+    step, done = together[0].cohort.step, []
+
+    def greedy(clock):
+        done.append(clock)
+        if len(done) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nGPU 0 has ...")
+        step(clock)
+
+    monkeypatch.setattr(together[0].cohort, "step", greedy)
+    errors = run_together(together)
+    assert list(errors) == [0]
+    assert str(errors[0]).startswith(
+        "the memory of cpu is used up at step 2 (CUDA out of memory. Tried to allocate 7.00"
+    )
+    assert same(state(alone), state(together[1]))
+
+
+def test_all_processes_give_up_where_predictions_of_the_first_are_nan(monkeypatch):
+    asked = []
+
+    class Others(World):  # as the second of two sees it: the first has raised its flag
+        def any(self, flag):
+            asked.append(flag)
+            return True
+
+    made = learner(0)
+    monkeypatch.setattr(made, "world", Others(1, 2))
+    with pytest.raises(TrainingError, match=r"predictions of peer 'a' became nan"):
+        made._judge("a")
+    assert asked == [False]
+
+
+def test_what_a_run_computes_in_is_noted_and_a_change_is_said(tmp_path):
+    said = []
+
+    class Listening(Reporter):
+        def warn(self, text):
+            said.append(text)
+
+    job = Job(load_recipe("mutual/digits-dnn", ["peers.0.network=mlp", "stages.0.epochs=2"]), tmp_path / "run")
+    until = {"device": "cpu", "reporter": Listening()}
+    train_jobs([job], **until)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["precision"] == "float32"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about | {"finished": False}))
+    train_jobs([job], resume=True, precision="bfloat16", **until)
+    assert [text for text in said if "so far" in text] == [
+        f"{tmp_path / 'run'}: was trained in float32 so far, and goes on in bfloat16"
+    ]
+
+
 def short(name, epochs, *more):
     return load_recipe(f"mutual/digits-{name}", [*SHORT, f"stages.*.epochs={epochs}", *more])
 

@@ -183,7 +183,8 @@ class Untouchable:
         raise AssertionError("the test split was counted")
 
 
-def test_nothing_is_asked_of_the_test_split(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [[], ["evaluation.test_every=1"], ["evaluation.last_epochs=1"]])
+def test_nothing_is_asked_of_the_test_split(place, tmp_path, monkeypatch, changes):
     real = data.load
 
     def guarded(*arguments, **options):
@@ -192,7 +193,8 @@ def test_nothing_is_asked_of_the_test_split(place, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(data, "load", guarded)
-    found = sweep(place / "point.toml", [f"{LR}=0.1,0.2"], seeds=[0], out=tmp_path, device="cpu", objective="accuracy")
+    options = {"seeds": [0], "out": tmp_path, "device": "cpu", "objective": "accuracy", "changes": changes}
+    found = sweep(place / "point.toml", [f"{LR}=0.1,0.2"], **options)
     assert found.table[0]["value"] >= found.table[1]["value"]
     reporting.write_sweep_figure(found)
     reporting.sweep_table(found)
@@ -442,6 +444,15 @@ def test_what_the_living_hold_is_not_taken_and_what_the_dead_held_is(tmp_path):
             second.finish(claim, 1.0, {"spread": None})
         assert [trial.value for trial in first.trials()] == [1.0] * 3
         assert first.claim(5) == []
+
+
+@posix
+def test_all_that_one_dead_process_held_is_taken(tmp_path):
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        assert alphas(first.claim(3)) == [0, 1, 2]
+        first._worker._file.close()
+        assert alphas(second.claim(9)) == [0, 1, 2]
+        first._mine.clear()
 
 
 @posix

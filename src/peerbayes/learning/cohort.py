@@ -146,6 +146,7 @@ class Cohort:
         self.device = next(iter(peers.values())).device
         self.teachers = teachers
         self.perturb: Perturbation | None = None
+        self._apart = False
         self.streams: dict[str, torch.cuda.Stream] = {}
         self._used: dict[str, None] = {}  # names of streams, since a block of `_forked` began; in order
         self.go_plain()
@@ -171,6 +172,15 @@ class Cohort:
             yield
         finally:
             self.parts, self.streams = before
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Average nothing over the processes inside the block; what is synchronised still is."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
@@ -247,7 +257,7 @@ class Cohort:
 
     def _average(self, owner: str, *figures: Tensor) -> None:
         # Figures travel with a gradient: what is not finite in one process is so in all, and all give up together.
-        if self.world.size > 1:
+        if self.world.size > 1 and not self._apart:
             self.world.average([*self.state.gradients(owner), *figures])
 
     def forward(self, clock: Clock) -> terms.Batch:

@@ -66,7 +66,18 @@ class Compiled(Eager):
         """Compile, and try a step on copies of the state; what a cohort of the same make has had compiled is taken."""
         self._compile()
         with _kept_state(self.cohort):
-            self.step(step, stage_step)
+            self._rehearse(lambda: self.step(step, stage_step))
+
+    def _rehearse(self, step: Callable[[], None]) -> None:
+        """Run a step on one's own, and fail if it fails in any process: those that go on must all go on."""
+        failed: BaseException | None = None
+        try:
+            with self.cohort.apart():
+                step()
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            failed = error
+        if self.cohort.world.any(failed is not None):
+            raise failed or RuntimeError("another process could not")
 
     def _compile(self) -> None:
         plain = Parts()
@@ -141,7 +152,8 @@ class Captured(Compiled):
         self.stream.wait_stream(outside)
         with torch.cuda.stream(self.stream), tried_kernels(cohort.autocast is not None), _kept_state(cohort), _quiet():
             self._set(step, stage_step)
-            for _ in range(WARM_UP):
+            self._rehearse(self._step)
+            for _ in range(WARM_UP - 1):
                 self._step()
             torch.cuda.synchronize(device)
             self.alone = generator.get_offset() != offset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,6 +221,8 @@ def train_jobs(
             peers = build_peers(job, data, device)
             sessions.append(_Session(job, peers, data, resume, voice, settings, len(wave), taught))
         found |= {jobs.index(wave[place]): error for place, error in _train_wave(sessions, settings.world).items()}
+        del sessions, taught, peers
+        gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own
     if errors is not None:
         errors.update(found)
     for error in found.values() if errors is None else ():
@@ -348,6 +351,8 @@ class _Session:
         self.world, self.folder = how.world, job.folder
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
+        options = how.learner_options(self.device)
+        self.precision = "float32" if options["autocast"] is None else "bfloat16"
         self.log = _MetricsLog(self.folder / "metrics.jsonl")
         self.learner = Learner(
             job.recipe,
@@ -358,7 +363,7 @@ class _Session:
             save=self._save,
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
-            **how.learner_options(self.device),
+            **options,
         )
         newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
         if newest is not None:
@@ -366,6 +371,9 @@ class _Session:
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
             self.learner.restore(tensors, about)
+            before = read_json(self.folder / "run.json").get("precision", self.precision)
+            if before != self.precision:
+                self.reporter.warn(f"{self.folder}: was trained in {before} so far, and goes on in {self.precision}")
 
     def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         if self.world.is_first:
@@ -389,6 +397,7 @@ class _Session:
                 "inputs": network_inputs(self.loaded).describe(),
                 **environment(self.device),
                 "engine": self.learner.engine.name,
+                "precision": self.precision,
                 "packed": self.packed,
                 "processes": self.world.size,
             }

@@ -198,17 +198,20 @@ class Learner:
     def _begin_engine(self) -> None:
         step, stage_step = self.position.step, self.position.stage_step
         self.feed.prepare(step)
+        failed: BaseException | None = None
         try:
             self.engine.begin_stage(step, stage_step)
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
-            if self.engine.name == "eager":
-                raise
-            why = reason(error)
-            self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.cohort.go_plain()
-            self.engine = Eager(self.cohort, self.steps_per_epoch)
+            failed = error
+        if not self.world.any(failed is not None):
+            return
+        # What fails in one process is left by all: their steps have to be the same.
+        why = "another process could not" if failed is None else reason(_first(failed))
+        self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.cohort.go_plain()
+        self.engine = Eager(self.cohort, self.steps_per_epoch)
 
     @property
     def state(self) -> StageState:
@@ -286,18 +289,22 @@ class Learner:
         splits = {"valid": self.data.validation, "test": self.data.test if self._tests_now else None}
         found = {}
         for kind, split in splits.items():
-            if split is None or not self.world.is_first:
+            if split is None:
                 continue
-            draws = max(DRAWS_A_LOOK, self.peers[peer].members)
-            log_p, labels = predict_split(self.peers[peer], split, draws, seed=self.seed, name=peer)[:2]
-            if bool(log_p.isnan().any()):
+            first, bad = self.world.is_first, False
+            if first:
+                draws = max(DRAWS_A_LOOK, self.peers[peer].members)
+                log_p, labels = predict_split(self.peers[peer], split, draws, seed=self.seed, name=peer)[:2]
+                bad = bool(log_p.isnan().any())
+            if self.world.any(bad):  # all give up together
                 where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch})"
                 raise TrainingError(
                     f"predictions of peer '{peer}' became nan at {where}; the last good checkpoint is kept: lower the "
                     "learning rate"
                 )
-            found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
-            found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
+            if first:
+                found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
+                found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
         return found
 
     def _keep(self, peer: str, line: Mapping[str, float]) -> None:
@@ -463,6 +470,13 @@ class Learner:
         return terms.Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
 
+def _first(error: BaseException) -> BaseException:
+    """Return the error that led to this one: what fails inside a capture makes its end fail too, which says nothing."""
+    while error.__context__ is not None and error.__cause__ is None and not error.__suppress_context__:
+        error = error.__context__
+    return error
+
+
 def run_together(
     learners: Sequence[Learner], on_end: Callable[[int], None] = lambda _: None
 ) -> dict[int, TrainingError]:
@@ -494,5 +508,10 @@ def run_together(
                     on_end(place)
                 except TrainingError as error:
                     errors[place] = error
+                except torch.OutOfMemoryError as error:
+                    errors[place] = TrainingError(
+                        f"the memory of {learner.device} is used up at step {learner.position.step} ({reason(error)}); "
+                        "the last checkpoint is kept: train fewer runs side by side (--pack), or smaller batches"
+                    )
                 del running[place]
     return errors

@@ -277,6 +277,7 @@ class _Worker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.token = f"{platform.node()}-{secrets.token_hex(4)}"
+        self._dead: set[str] = set()  # whose files are gone; they may have had more than one trial
         self._file: IO[str] | None = None
         if os.name == "posix":
             self._file = open(self._path(self.token), "w")  # noqa: SIM115 - it is locked until the end
@@ -288,11 +289,14 @@ class _Worker:
     def is_dead(self, token: str) -> bool:
         """Whether a worker of this machine and folder has ended; of others only their beat tells."""
         path = self._path(token)
+        if token in self._dead:
+            return True
         if os.name != "posix" or token.rpartition("-")[0] != platform.node() or not path.is_file():
             return False
         with open(path) as file:
             dead = _lock(file)
         if dead:
+            self._dead.add(token)
             path.unlink(missing_ok=True)
         return dead
 

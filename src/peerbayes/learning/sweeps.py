@@ -122,7 +122,9 @@ def sweep(
     folder, name = Path(out) if out is not None else Path("sweeps") / _slug(recipe), study or base.name
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder for the sweep")
-    how = {"device": where, "root": root, "engine": engine, "precision": precision}
+    how: dict[str, Any] = {"device": where, "root": root, "engine": engine, "precision": precision}
+    if pack is not None:  # on a CPU too, where runs take turns
+        how["pack"] = pack * len(seeds)
     recipes = [(setting, load_recipe(recipe, [*changes, *overrides(axes, setting)])) for setting in corners(axes)]
     for setting, changed in recipes:  # every setting is checked before one is trained
         _check(setting, Job(changed, _run_folder(folder, setting, seeds[0]), seeds[0]), loaded, how)
@@ -228,7 +230,9 @@ class _Trainer:
                 self._judge(claim, [runs[place] for place in places])
 
     def _jobs(self, setting: Setting) -> list[Job]:
-        recipe = load_recipe(self.recipe, [*self.changes, *overrides(self.axes, setting)])
+        # Nobody looks at the test split, whatever the recipe says.
+        quiet = ["evaluation.test_every=0", "evaluation.last_epochs=0"]
+        recipe = load_recipe(self.recipe, [*self.changes, *overrides(self.axes, setting), *quiet])
         return [Job(recipe, _run_folder(self.folder, setting, seed), seed) for seed in self.seeds]
 
     def _train(self, jobs: Sequence[Job], errors: dict[int, TrainingError]) -> list[Run]:

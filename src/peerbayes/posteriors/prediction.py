@@ -83,7 +83,7 @@ class Prediction:
 
 # Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.
 # Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
-# 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.32 at 1 image, 0.43 at 128 and 0.95 at 512 (results/bench-h200.json).
+# 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
 TOGETHER = {"cpu": 16_384, "cuda": 500_000}
 BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly

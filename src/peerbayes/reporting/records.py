@@ -66,7 +66,7 @@ def evaluate(
         peers.append(found)
         log_probabilities.append(log_p)
         held.append(valid)
-    record = {
+    record: Record = {
         "recipe": run.recipe.name,
         "dataset": loaded.name,
         "network": ", ".join(dict.fromkeys(peer.network for peer in run.recipe.peers)),
@@ -75,6 +75,7 @@ def evaluate(
         "epochs": run.recipe.epochs,
         "hardware": run.said("hardware"),
         "versions": run.said("versions"),
+        **{key: run.about[key] for key in ("engine", "precision", "packed", "processes") if key in run.about},
         "seconds": run.said("seconds"),
         "settings": run.recipe.digest,
         "draws": draws,
