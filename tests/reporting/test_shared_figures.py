@@ -240,7 +240,7 @@ def test_many_classes_are_a_band_from_the_worst_to_the_best():
     (axes,) = figure.axes
     dots = next(line for line in axes.get_lines() if line.get_label() == "accuracy")
     assert dots.get_ydata().tolist() == pytest.approx(sorted(100 * value for value in accuracy[:99]))
-    assert texts(axes)[-1] == "confidence: svhn"
+    assert [text.get_text() for text in axes.texts] == ["svhn"]
 
 
 # ---- the verb ---------------------------------------------------------------------------------------------------

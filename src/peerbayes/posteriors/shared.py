@@ -420,9 +420,9 @@ class Shared(Posterior):
 
 def _of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
     """Return (n,) from each column (R,); one by one is far faster than rows of five."""
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and rows.is_cuda):
         return [column.index_select(0, rows) for column in columns]
-    # The gradient of an embedding adds up in a fixed order.
+    # Whose gradient adds up in a fixed order, on a GPU too.
     return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
 
 

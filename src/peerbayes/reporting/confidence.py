@@ -138,7 +138,10 @@ def _draw_band(axes: Any, one: Record) -> None:
         how = {"widths": 0.035 * len(known), "patch_artist": True, "showfliers": False, "manage_ticks": False}
         box = axes.bxp([_box(other["mean"], other["quantiles"])], [place], **how)
         box["boxes"][0].set(facecolor=COLOURS[3], alpha=0.55)
-        axes.plot([], [], color=COLOURS[3], lw=5, alpha=0.55, label=f"confidence: {_short(name)}")
+        box["medians"][0].set(color="black")
+        axes.text(place, 101.5, _short(name), ha="center", va="bottom", fontsize=7)
+        label = None if number else "of images from\nelsewhere"
+        axes.bar([0], [0], color=COLOURS[3], alpha=0.55, label=label)
     axes.set_xlabel(f"{len(known)} true classes, by accuracy")
 
 

@@ -288,8 +288,8 @@ def bench_figure(record: Mapping[str, Any]) -> Figure:
         "Bayesian / point pair": found["bayesian_over_deterministic"],
         "bayesian-torch / ours": found["speedup_single"],
         "bayesian-torch / packed": found["speedup_packed"],
-        "moment / mean-field draw": found.get("moment_draw_over_mean_field"),
-        "hierarchical / mean-field draw": found.get("hierarchical_draw_over_mean_field"),
+        "moment draw /\nmean-field": found.get("moment_draw_over_mean_field"),
+        "hierarchical draw /\nmean-field": found.get("hierarchical_draw_over_mean_field"),
     }
     figure = Figure(figsize=(12.6, 6.6), dpi=120, layout="constrained")
     figure.suptitle(f"{record['hardware']}, torch {record['versions']['torch']}, batch {batch}", fontsize=9)

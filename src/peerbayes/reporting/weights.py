@@ -206,7 +206,7 @@ def _draw_weights(figure: Figure, axes: Any, one: Record) -> None:
 def _draw_components(axes: Any, one: Record) -> None:
     parts, members = one["components"], np.array(one["components"]["members"])
     area = 2 + 250 / math.sqrt(max(1, len(members))) * members / members.max(initial=1)
-    label = f"components: {len(members):,}, of {members.sum():,} weights (area: how many of them)"
+    label = f"components: {len(members):,}, with {members.sum():,} weights of their own (by area)"
     axes.scatter(parts["mean"], parts["scale"], area, color=COLOURS[0], alpha=0.7, lw=0, label=label, zorder=4)
     for name in ("outliers", "blended"):
         colour, marker, words = CLASSES[name]
