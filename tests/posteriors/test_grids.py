@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerbayes.posteriors.grids import from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
+from peerbayes.posteriors.grids import fits_half, from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
 
 FLOATS = st.lists(st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), max_size=40)
 
@@ -64,6 +64,13 @@ def test_the_ends_of_float32_stay_finite():
         found = from_powers(*to_powers(values))
         assert found.isfinite().all()
         assert torch.equal(found.sign(), values.sign())
+
+
+@pytest.mark.parametrize(
+    ("number", "fits"), [(1.0, True), (65504.0, True), (7e4, False), (1e-6, False), (1e-9, True), (-torch.inf, True)]
+)
+def test_what_float16_would_spoil_does_not_fit(number, fits):
+    assert fits_half(torch.tensor([0.5, 0.0, number * (1 + 2**-12)])) == fits
 
 
 def test_softplus_is_undone():

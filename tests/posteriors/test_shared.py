@@ -360,13 +360,14 @@ def test_fewer_bits_are_fewer_bytes(tmp_path):
     assert sizes[1] - sizes[2] > 600 * 0.6
 
 
-def test_the_file_begins_with_what_makes_the_mean_network(tmp_path):
-    posterior = Shared(net(), book())
+@pytest.mark.parametrize("bits", [32, 8])
+def test_the_file_begins_with_what_makes_the_mean_network(bits, tmp_path):
+    posterior = Shared(net(), book(), bits=bits)
     posterior.save(tmp_path / "p.safetensors")
     data = (tmp_path / "p.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     ends = {name: about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"}
-    first = max(end for name, end in ends.items() if name.startswith(("means/", "rest/", "network/")))
+    first = max(end for name, end in ends.items() if name.startswith(("means/", "fixed/", "grids")))
     assert all(end > first for name, end in ends.items() if name.startswith(("scales/", "anchor/")))
     with safe_open(tmp_path / "p.safetensors", framework="pt") as file:  # any reader of safetensors can open it
         assert set(file.keys()) == set(ends)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 
@@ -14,7 +16,7 @@ from peerbayes.learning import load_data, load_recipe, train
 from peerbayes.posteriors import storage
 from peerbayes.reporting.sizes import paper_count
 
-SMALL = ["stages.0.epochs=1", "evaluation.draws=3"]
+SMALL = ["stages.0.epochs=1", "evaluation.draws=3", "data.batch_size=600", "gradient_share_every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,15 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def accounts(runs):
+    """The account of each kind, as machines get it."""
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(["size", str(runs), "--json"])
+    assert end.value.code == 0
+    return {record["kind"]: record for record in json.loads(printed.getvalue())}
+
+
 def call(capsys, *words):
     with pytest.raises(SystemExit) as end:
         cli.main(["size", *map(str, words)])
@@ -38,10 +49,8 @@ def call(capsys, *words):
 
 
 @pytest.mark.parametrize("kind", ["point", "mean_field", "rank_one", "shared"])
-def test_every_byte_of_the_file_is_in_one_part(kind, runs, capsys):
-    code, out, _ = call(capsys, runs / kind, "--json")
-    assert code == 0
-    (record,) = json.loads(out)
+def test_every_byte_of_the_file_is_in_one_part(kind, runs, accounts):
+    record = accounts[kind]
     posterior = pb.load(runs / kind)["net"]
     file = runs / kind / "weights-net.safetensors"
     assert record["kind"] == kind
@@ -57,8 +66,8 @@ def test_every_byte_of_the_file_is_in_one_part(kind, runs, capsys):
         assert "nll" not in form
 
 
-def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, capsys):
-    (record,) = json.loads(call(capsys, runs / "shared", "--json")[1])
+def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, accounts):
+    record = accounts["shared"]
     tensors, _ = storage.read(runs / "shared" / "weights-net.safetensors")
     size = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     parts = record["parts"]
@@ -72,8 +81,8 @@ def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, capsys):
     assert parts["header"] == 8 + int.from_bytes(data[:8], "little")
 
 
-def test_counts_are_those_of_the_paper_and_of_training(runs, capsys):
-    (record,) = json.loads(call(capsys, runs / "shared", "--json")[1])
+def test_counts_are_those_of_the_paper_and_of_training(runs, accounts):
+    record = accounts["shared"]
     posterior = pb.load(runs / "shared")["net"]
     outliers, blended, components = len(posterior.outlier), len(posterior.blended), len(posterior.component)
     assert record["paper_count"] == outliers + blended + 2 * components
@@ -81,8 +90,8 @@ def test_counts_are_those_of_the_paper_and_of_training(runs, capsys):
     assert round(paper_count(23013, 10885, 2217), -3) == 38_000  # a row of the paper's tables
 
 
-def test_the_same_posterior_is_the_one_that_was_shared_or_its_own_numbers(runs, capsys, tmp_path):
-    (record,) = json.loads(call(capsys, runs / "shared" / "weights-net.safetensors", "--json")[1])
+def test_the_same_posterior_is_the_one_that_was_shared_or_its_own_numbers(runs, accounts, capsys, tmp_path):
+    record = accounts["shared"]
     source = pb.load(runs / "mean_field")
     assert record["same_posterior"] == str(source.weights_file("net"))
     forms = {form["name"]: form["bytes"] for form in record["forms"]}
@@ -92,7 +101,7 @@ def test_the_same_posterior_is_the_one_that_was_shared_or_its_own_numbers(runs, 
     shutil.copytree(runs / "shared", tmp_path / "alone")
     recipe = (tmp_path / "alone" / "recipe.toml").read_text()
     (tmp_path / "alone" / "recipe.toml").write_text(recipe.replace(str(runs / "mean_field"), str(tmp_path / "gone")))
-    (record,) = json.loads(call(capsys, tmp_path / "alone", "--json")[1])
+    (record,) = json.loads(call(capsys, tmp_path / "alone" / "weights-net.safetensors", "--json")[1])
     assert record["same_posterior"] is None
     shared = pb.load(runs / "shared")["net"]
     rest = sum(t.numel() * t.element_size() for n, t in shared.state().items() if n.startswith(("rest/", "network/")))
@@ -113,17 +122,20 @@ def test_forms_are_judged_as_runs_are(runs, capsys):
     assert forms["network, 3 bits"]["nll"] != forms["network, float32"]["nll"]
 
 
-def test_the_table_shows_every_part_and_form(runs, capsys):
-    code, out, _ = call(capsys, runs / "shared", runs / "point", "--evaluate", "--device", "cpu")
-    assert code == 0
-    for word in ("paper count", "trainable numbers", "index", "everything else", "header", "total", "this file",
-                 "int8, 1-bit scales", "network, 3 bits", "ACC", "NLL", "beside", "point posterior"):  # fmt: skip
-        assert word in out
-
-
-def test_a_folder_of_runs_has_an_account_each(runs, capsys):
-    records = json.loads(call(capsys, runs, "--json")[1])
-    assert sorted(record["kind"] for record in records) == ["mean_field", "point", "rank_one", "shared"]
+def test_the_table_shows_every_part_and_form(accounts):
+    record = accounts["shared"]
+    judged = [form | {"accuracy": 0.5, "nll": 1.25, "ece": 0.125} for form in record["forms"]]
+    text = reporting.size_table(record | {"forms": judged})
+    for part, size in record["parts"].items():
+        assert any(line.split() == [*part.split(), f"{size:,}", f"{100 * size / record['bytes']:.1f}"] for line in
+                   text.splitlines())  # fmt: skip
+    for form in record["forms"]:
+        words = [*form["name"].split(), f"{form['bytes']:,}", f"{form['percent']:.1f}", "50.00", "1.250", "0.125"]
+        assert any(line.split() == words for line in text.splitlines())
+    assert f"paper count {record['paper_count']:,} = " in text
+    assert f"trainable numbers {record['trainable']:,}" in text
+    assert f"beside {record['same_posterior']}:" in text
+    assert "ACC" not in reporting.size_table(accounts["point"])
 
 
 def spoil(folder, how):

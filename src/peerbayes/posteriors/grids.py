@@ -67,5 +67,5 @@ def inverse_softplus(values: Tensor) -> Tensor:
 
 
 def fits_half(tensor: Tensor) -> bool:
-    """Tell whether float16 holds all numbers to a relative error of 2^-10, or to 1e-6; infinities stay infinities."""
-    return torch.allclose(tensor.half().float(), tensor, rtol=2.0**-10, atol=1e-6, equal_nan=True)
+    """Tell whether float16 holds all numbers to a relative error of 2^-10, or to 1e-8; infinities stay infinities."""
+    return torch.allclose(tensor.half().float(), tensor, rtol=2.0**-10, atol=1e-8, equal_nan=True)

@@ -234,7 +234,7 @@ def _grids(found: Tensor) -> list[float]:
     values = found.tolist()
     steps, tops = [values[0], *values[6:]], values[1:6]
     whole = all(math.isfinite(top) and top == int(top) and abs(top) < 1200 for top in tops)
-    if not whole or not all(0 < step < 1e30 for step in steps):
+    if not whole or not all(0 < step < math.inf for step in steps):
         raise InputError("a file of shared weights is damaged: its grids are not those of numbers")
     return values
 
