@@ -1,5 +1,6 @@
 """Killed runs: whatever the moment, a resumed run ends with the same bytes as one that was never interrupted."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Reporter, checkpoints, load_recipe, train
+from peerbayes.learning import Learner, Recipe, Reporter, checkpoints, jobs, load_recipe, train
+from peerbayes.learning.jobs import _lock
 from peerbayes.posteriors import storage
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
@@ -433,6 +435,50 @@ def test_a_run_locks_its_folder_while_it_trains(place, tmp_path, monkeypatch):
     with pytest.raises(Stop):
         train(load_recipe(place / "all.toml"), tmp_path / "run", device="cpu", checkpoint_every=3, reporter=Recorder())
     assert refusals
+
+
+@posix
+def test_a_lock_is_not_held_on_a_file_that_its_last_holder_removed(tmp_path, monkeypatch):
+    import fcntl
+
+    flock, waiting = fcntl.flock, [tmp_path / ".lock"]
+
+    def after_the_other_has_ended(file, how):
+        if waiting:
+            waiting.pop().unlink()  # between our opening the file and our locking it
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_other_has_ended)
+    with _lock(tmp_path):
+        assert not waiting
+        with pytest.raises(InputError, match="another process is training this run"), _lock(tmp_path):
+            pass
+    with _lock(tmp_path):  # and is free again
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
+def test_a_run_that_somebody_else_finished_since_it_was_looked_at_is_not_trained_again(place, tmp_path, monkeypatch):
+    recipe, run = load_recipe(place / "all.toml"), tmp_path / "run"
+    after = {}
+
+    def begin(learners, on_end=None):
+        raise AssertionError("trained twice")
+
+    @contextlib.contextmanager
+    def late(folder):
+        monkeypatch.undo()
+        train(recipe, folder, device="cpu", reporter=Recorder())
+        after.update({path.name: path.read_bytes() for path in folder.iterdir()})
+        monkeypatch.setattr(jobs, "run_together", begin)
+        with _lock(folder):
+            yield
+
+    monkeypatch.setattr(jobs, "_lock", late)
+    with pytest.raises(InputError, match="another process is training this run"):
+        train(recipe, run, device="cpu", reporter=Recorder())
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == after
 
 
 def test_a_finished_run_says_so_and_is_left_alone(place, whole, tmp_path):

@@ -365,6 +365,7 @@ class _Session:
             teachers=teachers,
             **options,
         )
+        self.found = _stamp(self.folder) if resume else None
         newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
         if newest is not None:
             tensors, about, complaints = newest
@@ -388,6 +389,8 @@ class _Session:
         job, step = self.job, self.learner.position.step
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder):
+            if _stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
+                raise InputError(f"{self.folder}: {OTHERS}")
             for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
                 if _is_of_a_run(stale.name):
                     stale.unlink()
@@ -468,6 +471,7 @@ def _refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of another recipe ('{before.recipe.title}'), or with other settings")
 
 
+OTHERS = "another process is training this run"
 FILES = [
     "run.json",
     "metrics.jsonl",
@@ -505,6 +509,12 @@ class _MetricsLog:
             file.write(json.dumps(line) + "\n")
 
 
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a process begins or ends a run."""
+    path = folder / "run.json"
+    return (path.stat().st_mtime_ns, path.stat().st_ino) if path.is_file() else None
+
+
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     if os.name != "posix":  # two processes on one run folder are then not noticed
@@ -512,11 +522,19 @@ def _lock(folder: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with open(folder / ".lock", "w") as file:
+    path = folder / ".lock"
+    with contextlib.ExitStack() as stack:
+        while True:
+            file = stack.enter_context(open(path, "w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{folder}: {OTHERS}") from None
+            # Whoever had it may have removed the file since it was opened: then nobody else would see this lock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{folder}: another process is training this run") from None
-        yield
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.name)
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import torch
 
 from peerbayes import evaluation
 from peerbayes.errors import InputError
-from peerbayes.learning.jobs import Engine, Loaded, Precision, check_jobs, train_jobs
+from peerbayes.learning.jobs import OTHERS, Engine, Loaded, Precision, check_jobs, train_jobs
 from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
@@ -241,7 +241,7 @@ class _Trainer:
                 return train_jobs(jobs, resume=True, reporter=self.reporter, errors=errors, **self.how)
             except InputError as error:
                 # Processes that share a folder share what their runs start from: one trains it, the others wait.
-                if not str(error).endswith("another process is training this run"):
+                if not str(error).endswith(OTHERS):
                     raise
                 time.sleep(1)
 
