@@ -133,6 +133,37 @@ def test_evaluate_gives_the_numbers_that_train_recorded(trained):
     assert more["peers"][0]["nll"] != record["peers"][0]["nll"]
 
 
+def test_evaluate_writes_the_record_that_train_would_have_and_no_other(trained, tmp_path, capsys):
+    run = Path(shutil.copytree(trained[0], tmp_path / "run"))
+    before = {name: (run / name).read_bytes() for name in ("evaluation.json", "report.html")}
+    for name in before:
+        (run / name).unlink()
+    other = ["--draws", "2"], ["--settle", "0.1"], ["--ood", str(trained[0].parent / "small.npz")]
+    for words in other:
+        called("evaluate", run, *words, "--device", "cpu")
+        assert not (run / "evaluation.json").exists()
+        assert not (run / "report.html").exists()
+    found = refused(capsys, "figure", "spread", run, "--out", tmp_path / "x.png")
+    assert found == f"{run}: has no evaluation.json; 'peerbayes evaluate {run}' makes it"
+    called("evaluate", run, "--device", "cpu", "--calibrated")
+    assert {name: (run / name).read_bytes() for name in before} == before
+    called("figure", "spread", run, "--out", tmp_path / "x.png")
+    (run / "evaluation.json").write_text("{}")  # judged anew
+    called("evaluate", run, "--device", "cpu")
+    assert (run / "evaluation.json").read_bytes() == before["evaluation.json"]
+
+
+def test_evaluate_shows_the_figures_of_a_run_that_can_not_be_written_to(trained, capsys, monkeypatch):
+    def refuse(path, data):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    run, record = trained
+    monkeypatch.setattr(storage, "write_bytes", refuse)
+    assert json.loads(called("evaluate", run, "--json", "--device", "cpu")) == record
+    said = capsys.readouterr().err
+    assert said == f"peerbayes: {run / 'evaluation.json'}: Permission denied; the record is not written\n"
+
+
 def test_evaluate_prints_the_table_of_the_record(trained):
     run, record = trained
     text = called("evaluate", run, "--device", "cpu")

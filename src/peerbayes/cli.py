@@ -209,7 +209,7 @@ def _train_and_show(
 
     The jobs may be a function that makes them, given one that trains what they need.
     """
-    from peerbayes import learning
+    from peerbayes import learning, reporting
 
     failed: dict[int, learning.TrainingError] = {}
     with learning.joined(how["device"]) as world:
@@ -225,9 +225,12 @@ def _train_and_show(
     if not first:
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
-    if finished:
-        loaded = learning.Loaded(how["root"])
-        _show([_judge(done, how["device"], loaded) for done in finished], as_json, many=many)
+    loaded, records = learning.Loaded(how["root"]), []
+    for done in finished:
+        records.append(_judge(done, how["device"], loaded))
+        reporting.write_report(done, records[-1])
+    if records:
+        _show(records, as_json, many=many)
     for error in failed.values():
         print(f"peerbayes: {error}", file=sys.stderr)
     if failed:
@@ -324,22 +327,22 @@ def evaluate(
     data_root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Judge trained runs on their test split; a table over seeds with error bars."""
-    from peerbayes import reporting
+    """Judge trained runs on their test split; a table over seeds with error bars.
+
+    Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
+    """
+    from peerbayes import learning, reporting
 
     folders = [folder for given in runs for folder in reporting.find_runs(given)]
-    records = [
-        reporting.evaluate(
-            folder,
-            draws=draws,
-            settle=settle,
-            out_of_distribution=ood,
-            corrupted=corrupted,
-            device=device,
-            root=data_root,
-        )
-        for folder in folders
-    ]
+    how = {"draws": draws, "settle": settle, "out_of_distribution": ood or None, "corrupted": corrupted}
+    loaded, records = learning.Loaded(data_root), []
+    for run in map(learning.Run, folders):
+        records.append(_judge(run, device, loaded, **how))
+        if all(option is None for option in how.values()):
+            try:
+                reporting.write_report(run, records[-1])
+            except OSError as error:  # somebody else's run, say: its figures are shown all the same
+                print(f"peerbayes: {error.filename}: {error.strerror}; the record is not written", file=sys.stderr)
     _show(records, as_json, len(records) > 1, calibrated)
 
 
@@ -530,17 +533,11 @@ def _bench_lines(figures: dict[str, Any], record: Record, above: str = "") -> It
         yield f"{key:<34} {f'{numbers} {unit}' if values else '-':<24} {rest}".rstrip()
 
 
-def _judge(run: Run, device: str, loaded: Loaded) -> Record:
+def _judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
     from peerbayes import reporting
-    from peerbayes.posteriors.storage import write_bytes
 
     data = loaded(run.recipe, run.folder / "vocabulary.json")
-    record = reporting.evaluate(run, data=data, device=device, root=loaded.root)
-    reporting.write_record(run.folder / "evaluation.json", record)
-    lines = {"The terms over the epochs, averaged over peers.": run.metrics}
-    page = reporting.report_page([record], run.recipe.title, lines, reporting.shared_picture(run))
-    write_bytes(run.folder / "report.html", page.encode())
-    return record
+    return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
 def _show(records: list[Record], as_json: bool, many: bool, calibrated: bool = False) -> None:

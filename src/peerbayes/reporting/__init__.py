@@ -4,10 +4,9 @@ from peerbayes.reporting.curves import write_figure
 from peerbayes.reporting.figures import write_sweep_figure
 from peerbayes.reporting.pipeline import pipeline_table
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
-from peerbayes.reporting.report import report_page
+from peerbayes.reporting.report import report_page, write_report
 from peerbayes.reporting.sizes import size_table, sizes
 from peerbayes.reporting.tables import differences, rows, sweep_table, text_table
-from peerbayes.reporting.weights import shared_picture
 
 __all__ = [
     "Record",
@@ -17,12 +16,12 @@ __all__ = [
     "pipeline_table",
     "report_page",
     "rows",
-    "shared_picture",
     "size_table",
     "sizes",
     "sweep_table",
     "text_table",
     "write_figure",
     "write_record",
+    "write_report",
     "write_sweep_figure",
 ]

@@ -161,8 +161,7 @@ def read_record(run: Run) -> Record:
     """Return what was measured of a run."""
     path = run.folder / "evaluation.json"
     if not path.is_file():
-        raise InputError(f"{run.folder}: has no evaluation.json; 'peerbayes evaluate {run.folder} --json > {path}' "
-                         "makes it")  # fmt: skip
+        raise InputError(f"{run.folder}: has no evaluation.json; 'peerbayes evaluate {run.folder}' makes it")
     record = read_json(path)
     _Judged.parse(record, str(path))
     return record

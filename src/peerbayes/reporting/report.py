@@ -10,8 +10,11 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
+from peerbayes.learning import Run
+from peerbayes.posteriors import storage
 from peerbayes.reporting import figures, graph, tables
-from peerbayes.reporting.records import Record
+from peerbayes.reporting.records import Record, write_record
+from peerbayes.reporting.weights import shared_picture
 
 
 def report_page(
@@ -60,6 +63,14 @@ def _table(records: Sequence[Record], columns: tables.Columns) -> dict[str, Any]
         for place, row in enumerate(found)
     ]
     return {"columns": list(columns), "rows": rows}
+
+
+def write_report(run: Run, record: Record) -> None:
+    """Write a run's record and its page into its folder."""
+    write_record(run.folder / "evaluation.json", record)
+    lines = {"The terms over the epochs, averaged over peers.": run.metrics}
+    page = report_page([record], run.recipe.title, lines, shared_picture(run))
+    storage.write_bytes(run.folder / "report.html", page.encode())
 
 
 def _picture(caption: str, figure: Figure, words: str = "") -> dict[str, str]:
