@@ -3,6 +3,7 @@
 import copy
 import csv
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -468,6 +469,38 @@ def test_teachers_that_know_other_classes_or_shapes_are_refused(runs, tmp_path, 
     assert found == f"teacher {runs['large'].resolve()}: takes inputs of shape (1, 10, 10), but data3-8 has (1, 8, 8)"
 
 
+def test_nobody_teaches_twice(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = runs["three"]
+    for again in (one, os.path.relpath(one), one / "weights-only.safetensors"):
+        found = distill_refused(capsys, tmp_path, one, again, "--into", "distillation/kd")
+        assert found == f"teachers.runs: '{again}' would let peer 'only' teach twice"
+    given = change("teachers.runs=['distillation/digits-resnet8-de1', 'distillation/digits-resnet8-de1']")
+    found = refused(capsys, "train", "distillation/kd", "--run", tmp_path / "student", *given, *QUIET)
+    assert found == "teachers.runs: 'distillation/digits-resnet8-de1' would let peer 'teacher1' teach twice"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_teachers_of_a_recipe_have_the_seed_of_their_students_and_are_trained_once(runs, tmp_path):
+    data = Run(runs["three"]).recipe.data
+    pair = tmp_path / "pair.toml"
+    pair.write_text(TEACHER.replace("DATA", data.name).replace("NETWORK", "mlp").replace("lr = 0.1", "lr = 1e-30"))
+    table = load_recipe(pair).model_dump(exclude_none=True)
+    table["peers"] = [table["peers"][0] | {"name": name} for name in ("one", "two")]
+    pair.write_text(Recipe.parse(table, "pair").to_toml())
+    given = [f"teachers.runs=['{pair}']", f"data={{name='{data.name}', validation=12}}", "stages.0.epochs=1"]
+    folders = set()
+    for name, seed in (("first", 3), ("second", 3), ("third", 4)):
+        train(load_recipe("distillation/kd", given), tmp_path / "runs" / name, seed=seed, device="cpu")
+        beside = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*pair*/*")}
+        folders.add(tuple(sorted(beside.items())))
+    assert len(folders) == 2  # the second student found its teachers
+    teachers = [Run(path) for path in sorted((tmp_path / "runs").glob("*pair*"))]
+    assert [run.seed for run in teachers] == [3, 4]
+    weights = [run[name].mean for run in teachers for name in run]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(weights, 2))
+
+
 def copied(run, tmp_path):
     return Path(shutil.copytree(run, tmp_path / "teacher"))
 
@@ -527,10 +560,10 @@ def test_teachers_of_different_networks_are_refused_where_one_is_picked(runs, tm
 
 def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
     words = change("peers.0.posterior.members=3")
-    found = distill_refused(capsys, tmp_path, runs["three"], runs["three"], *words)
+    found = distill_refused(capsys, tmp_path, runs["resnet"], runs["resnet again"], *words)
     assert found.startswith("perturb 'tdiv_sdiv' compares the members of one rank-one student, 2 as there are teachers")
     found = distill_refused(
-        capsys, tmp_path, runs["three"], runs["three"], *words, *change("stages.0.perturb.kind=ods")
+        capsys, tmp_path, runs["resnet"], runs["resnet again"], *words, *change("stages.0.perturb.kind=ods")
     )
     assert found == (
         "term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"

@@ -118,7 +118,11 @@ def _fitting(source: str, named: Recipe, recipe: Recipe, seed: int, runs: Path, 
 
 
 def teacher_sources(job: Job) -> list[Path | Job]:
-    """Return where a recipe's teachers lie: run folders, weights files, or runs that have to be made."""
+    """Return where a recipe's teachers lie: run folders, weights files, or runs that have to be made.
+
+    A teacher that is named by its recipe has the seed of its student, so all students of a seed share its run; peers of
+    an ensemble differ by their names, which everything random of them depends on.
+    """
     if job.recipe.teachers is None:
         return []
     found: list[Path | Job] = []
@@ -162,17 +166,19 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
     if recipe.teachers is None:
         return recipe
     known: list[Recipe] = []
+    taught: dict[tuple[str, str], Peer] = {}
     for source in recipe.teachers.runs:
         path = Path(source).expanduser()
-        if path.suffix == ".safetensors":
-            path = path.parent
-        known.append(load_recipe(path / "recipe.toml" if path.is_dir() else source))
-    count = sum(
-        recipe.teachers.draws if _has_draws(peer) else 1
-        for source, found in zip(recipe.teachers.runs, known, strict=True)
-        for peer in found.peers
-        if not source.endswith(".safetensors") or Path(source).name == f"weights-{peer.name}.safetensors"
-    )
+        folder = path.parent if path.suffix == ".safetensors" else path
+        known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
+        where = str(folder.resolve()) if folder.exists() else source
+        for peer in known[-1].peers:
+            if folder != path and path.name != f"weights-{peer.name}.safetensors":
+                continue
+            if (where, peer.name) in taught:
+                raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
+            taught[where, peer.name] = peer
+    count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
     table = recipe.model_dump(exclude_none=True)
     table["teachers"]["runs"] = [
         str(path.resolve()) if (path := Path(source).expanduser()).exists() else source
