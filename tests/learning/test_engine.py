@@ -140,7 +140,9 @@ def gpu_stage(epochs, **terms):
     return {"epochs": epochs, "optimizer": {"name": "adam", "lr": 1e-3}, "terms": given | terms}
 
 
-def gpu_learner(name, seed=0, stages=None, reporter=None, augment=("crop", "flip"), **network):
+def gpu_learner(
+    name, seed=0, stages=None, reporter=None, augment=("crop", "flip"), update="simultaneous", how=None, **network
+):
     """10 steps an epoch; two Bayesian peers."""
     generator = torch.Generator().manual_seed(5)
     pixels = (torch.rand(80, *SHAPE, generator=generator) * 255).to(torch.uint8)
@@ -153,12 +155,13 @@ def gpu_learner(name, seed=0, stages=None, reporter=None, augment=("crop", "flip
         "peers": [{"name": "a"} | peer, {"name": "b"} | peer],
         "stages": list(stages or [gpu_stage(3)]),
         "gradient_share_every": 0,
+        "update": update,
     }
     peers = {}
     for number, owner in enumerate("ab"):
         torch.manual_seed(number)
         peers[owner] = MeanField(Conv(**network), rho=-2.0, seed=seed, name=owner).cuda()
-    return Learner(Recipe.parse(table, "test"), peers, data, seed, engine=name, reporter=reporter)
+    return Learner(Recipe.parse(table, "test"), peers, data, seed, engine=name, reporter=reporter, **(how or {}))
 
 
 def advance(learner, count):
@@ -316,3 +319,28 @@ def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
     after = gpu_learner("captured")
     after.run()
     assert after.engine.name == "captured"
+
+
+@gpu
+@pytest.mark.parametrize("update", ["simultaneous", "sequential"])
+def test_half_precision_is_captured_and_learns_as_eager_steps_do(update):
+    found = {}
+    for name in ("eager", "captured"):
+        lines = []
+        how = {"autocast": torch.bfloat16, "log": lines.append}
+        learner = gpu_learner(name, stages=TWO_STAGES, update=update, how=how)
+        learner.run()
+        assert learner.engine.name == name
+        found[name] = [[peer["loss"] for peer in line["peers"].values()] for line in lines]
+    torch.testing.assert_close(torch.tensor(found["captured"]), torch.tensor(found["eager"]), rtol=0.02, atol=0.02)
+
+
+@gpu
+def test_streamed_batches_are_captured_too():
+    found = []
+    for placement in ("device", "stream"):
+        learner = gpu_learner("captured", stages=TWO_STAGES, how={"placement": placement})
+        learner.run()
+        assert learner.engine.name == "captured"
+        found.append(everything(learner))
+    assert not different(*found)
