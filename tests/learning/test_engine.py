@@ -146,7 +146,8 @@ def gpu_learner(
     """10 steps an epoch; two Bayesian peers."""
     generator = torch.Generator().manual_seed(5)
     pixels = (torch.rand(80, *SHAPE, generator=generator) * 255).to(torch.uint8)
-    split = ArraySplit(pixels.cuda(), (torch.arange(80) % 4).cuda())
+    where = "cpu" if (how or {}).get("placement") == "stream" else "cuda"
+    split = ArraySplit(pixels.to(where), (torch.arange(80) % 4).to(where))
     data = Dataset("made", split, None, split, 4, None, SHAPE, (0.5,) * 3, (0.3,) * 3)
     peer = {"network": "mlp", "posterior": {"kind": "mean_field"}}
     table = {
