@@ -88,11 +88,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def save_npz(path, count=60, classes=3, images=None):
-    """Write noise with labels: ``count`` training images, and test images."""
-    rng = np.random.default_rng(0)
+def save_npz(path, count=60, held=30, classes=3, images=None):
+    """Write noise (or images) with labels: ``count`` of them to train on, the others to test."""
     if images is None:
-        images = rng.integers(0, 255, (count + 30, 8, 8), dtype=np.uint8)
+        images = np.random.default_rng(0).integers(0, 255, (count + held, 8, 8), dtype=np.uint8)
     labels = np.arange(len(images)) % classes
     np.savez(
         path,

@@ -1,13 +1,8 @@
 """The command line: what it prints, what it writes, and one sentence with exit code 2 for whatever is wrong."""
 
-import contextlib
-import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,70 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 import peerbayes
+from commands import QUIET, called, change, contents, ended, process, refused, save_npz, write_small
 from peerbayes import cli, networks
 from peerbayes.learning import Recipe, load_recipe, packaged
 from peerbayes.posteriors import storage
 
-RECIPE = """
-title = "Small"
-method = "METHOD"
-data = { name = "DATA", classes = 3, batch_size = 12, validation = 12 }
-peers = [
-  { name = "a", network = "mlp", posterior = { kind = "mean_field" } },
-  { name = "b", network = "mlp", posterior = { kind = "mean_field" } },
-]
-evaluation = { draws = 3 }
-[[stages]]
-epochs = 2
-optimizer = { lr = 1e-3 }
-terms = { likelihood = {}, kl = { scheme = "layer_mean" }, mutual = {}, weight_diversity = {} }
-"""
-SOURCE = """
-title = "Source"
-method = "dnn"
-data = { name = "DATA", classes = 3, batch_size = 12, validation = 12 }
-peers = [{ name = "only", network = "mlp", posterior = { kind = "point" } }]
-evaluation = { draws = 1 }
-[[stages]]
-epochs = 1
-optimizer = { name = "sgd", lr = 0.1 }
-terms = { likelihood = {} }
-"""
-QUIET = ("--quiet", "--device", "cpu")
-
-
-def save_npz(path, count=60, classes=3, images=None):
-    rng = np.random.default_rng(0)
-    if images is None:
-        images = rng.integers(0, 255, (count + 30, 8, 8), dtype=np.uint8)
-    labels = np.arange(len(images)) % classes
-    np.savez(
-        path,
-        train_images=images[:count],
-        train_labels=labels[:count],
-        test_images=images[count:],
-        test_labels=labels[count:],
-    )
-    return path
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
-    data = str(save_npz(folder / "small.npz"))
-    (folder / "small.toml").write_text(RECIPE.replace("DATA", data).replace("METHOD", "dml"))
-    (folder / "other.toml").write_text(RECIPE.replace("DATA", data).replace("METHOD", "ours"))
-    (folder / "source.toml").write_text(SOURCE.replace("DATA", data))
-    return folder
-
-
-def called(*arguments):
-    """Run the command in this process; return what it printed on standard output."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    assert not end.value.code
-    return out.getvalue()
+    return write_small(tmp_path_factory.mktemp("cli"))
 
 
 @pytest.fixture(scope="module")
@@ -291,23 +231,6 @@ def test_the_source_of_seeds_is_not_taken_for_one_of_them(place, tmp_path):
 # ---- what is wrong ----------------------------------------------------------------------------------------------
 
 
-def refused(capsys, *arguments):
-    """Run a command that must fail; return its one sentence."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("peerbayes: ")
-    assert printed.err.count("\n") == 1, printed.err
-    assert "Traceback" not in printed.err
-    return printed.err.removeprefix("peerbayes: ").rstrip("\n")
-
-
-def change(*pairs):
-    return [word for pair in pairs for word in ("--set", pair)]
-
-
 BAD_SETTINGS = {
     "unknown key": (change("stages.0.epoch=3"), "stages.0 has no key 'epoch'; did you mean 'epochs'?"),
     "wrong type": (change("stages.0.epochs=many"), "stages.0.epochs: input should be a valid integer"),
@@ -408,10 +331,6 @@ def test_unknown_recipes_are_refused(tmp_path, capsys):
     assert "not valid TOML" in refused(capsys, "train", tmp_path / "bad.toml", "--run", tmp_path / "run")
     assert "did you mean" in refused(capsys, "recipes", "mutual/digits-dln")
     assert not (tmp_path / "run").exists()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_occupied_places_are_refused_and_left_alone(place, trained, tmp_path, capsys):
@@ -520,17 +439,6 @@ def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, caps
 
 
 # ---- real processes ---------------------------------------------------------------------------------------------
-
-
-def process(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "peerbayes", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
-    )
 
 
 def test_a_real_process_prints_pure_json_and_its_progress_elsewhere(place, trained, tmp_path):
@@ -647,12 +555,6 @@ def test_a_network_that_cannot_take_the_images_is_one_sentence(place, tmp_path):
 
 
 # ---- several runs at once ---------------------------------------------------------------------------------------
-
-
-def ended(*arguments):
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    return end.value.code
 
 
 def test_a_run_that_fails_does_not_take_the_others_results_with_it(capsys, place, tmp_path):

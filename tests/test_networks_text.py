@@ -1,9 +1,7 @@
 """Networks for texts against arithmetic, as point and as mean-field posteriors."""
 
 import json
-import lzma
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from peerbayes import MeanField, Point
-from peerbayes.data import TextOptions, data_root, load
+from peerbayes.data import TextOptions, load
 from peerbayes.errors import InputError
 from peerbayes.networks import Inputs, WordVectors, build
 from peerbayes.networks.text import CharCNN, FastText, SequenceClassifier
@@ -258,19 +256,6 @@ def loss_over_steps(posterior, split, count, steps, lr):
         F.cross_entropy(posterior(tokens, weights), labels).backward()
         optimizer.step()
     return before, float(loss().detach())
-
-
-@pytest.fixture(scope="module")
-def clinc_root(tmp_path_factory):
-    """Where the real CLINC150 is: the data root, or unpacked from the folder shared with the repository."""
-    if (data_root() / "clinc150.json").is_file():
-        return data_root()
-    packed = Path(__file__).resolve().parents[2] / "shared" / "data" / "clinc150.json.xz"
-    if not packed.is_file():
-        pytest.skip("needs clinc150.json under PEERBAYES_DATA")
-    root = tmp_path_factory.mktemp("clinc")
-    (root / "clinc150.json").write_bytes(lzma.decompress(packed.read_bytes()))
-    return root
 
 
 @pytest.mark.parametrize(

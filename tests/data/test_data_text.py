@@ -2,7 +2,6 @@
 
 import csv
 import json
-import lzma
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,6 @@ from peerbayes.data import (
     TextOptions,
     Vocabulary,
     augment,
-    data_root,
     feed,
     load,
     load_images,
@@ -599,19 +597,6 @@ def test_official_flowers102(tmp_path):
 
 
 # ---- the real thing -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def clinc_root(tmp_path_factory):
-    """Where the real CLINC150 is: the data root, or unpacked from the folder shared with the repository."""
-    if (data_root() / "clinc150.json").is_file():
-        return data_root()
-    packed = Path(__file__).resolve().parents[3] / "shared" / "data" / "clinc150.json.xz"
-    if not packed.is_file():
-        pytest.skip("needs clinc150.json under PEERBAYES_DATA")
-    root = tmp_path_factory.mktemp("clinc")
-    (root / "clinc150.json").write_bytes(lzma.decompress(packed.read_bytes()))
-    return root
 
 
 def test_real_clinc150(clinc_root):

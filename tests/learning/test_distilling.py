@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from learners import stopped_at
 from safetensors.torch import load_file
 from torch import nn
 
 import peerbayes as pb
+from commands import QUIET, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError
@@ -28,18 +28,9 @@ from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import MeanField, Point, RankOne
 
-QUIET = ("--quiet", "--device", "cpu")
 SMALL = ["data.batch_size=32", "data.validation=1000", "gradient_share_every=0", "stages.0.warmup=0"]
 # The learning rate jumps after three epochs, and what was learnt is lost: the best epoch is not the last one.
 RISE_AND_FALL = ["stages.0.lr_schedule=milestones", "stages.0.lr_milestones=[3]", "stages.0.lr_factor=20"]
-
-
-class Stop(Exception):
-    pass
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +80,10 @@ def test_every_peer_is_kept_as_it_was_at_its_own_best_epoch(teachers, student):
     assert max(curve(student, "student")) > curve(student, "student")[-1] + 0.1
 
 
-def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, student, tmp_path, monkeypatch):
+def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, student, tmp_path):
     # The best epoch has ended at step 27: the checkpoint of step 32 has to hold it.
-    step = Learner.step
-
-    def until(self):
-        if self.position.step == 34:
-            raise Stop
-        step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", until)
-        with pytest.raises(Stop):
-            train(student_recipe(teachers), tmp_path / "run", device="cpu", checkpoint_every=4)
+    with stopped_at(34):
+        train(student_recipe(teachers), tmp_path / "run", device="cpu", checkpoint_every=4)
     assert not Run(tmp_path / "run").finished
     run = train(student_recipe(teachers), tmp_path / "run", device="cpu", checkpoint_every=4, resume=True)
     assert (
@@ -253,16 +235,6 @@ def test_captured_steps_of_a_distillation_agree_with_eager_ones_on_a_gpu(kind):
 # ---- one network ----------------------------------------------------------------------------------------------------
 
 
-def process(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "peerbayes", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def assert_same_prediction(network, posterior, images):
     with torch.no_grad():
         expected = network.eval()(to_unit(images)).log_softmax(-1)
@@ -402,22 +374,6 @@ def test_distill_without_teachers_is_refused(tmp_path):
 
 
 # ---- what is refused, on the command line ---------------------------------------------------------------------------
-
-
-def refused(capsys, *arguments):
-    """Run a command that must fail; return its one sentence."""
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    assert end.value.code == 2, printed.err
-    assert printed.out == ""
-    assert printed.err.startswith("peerbayes: ")
-    assert printed.err.count("\n") == 1, printed.err
-    return printed.err.removeprefix("peerbayes: ").rstrip("\n")
-
-
-def change(*pairs):
-    return [word for pair in pairs for word in ("--set", pair)]
 
 
 TEACHER = """

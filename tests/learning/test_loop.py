@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from learners import Recorder, same
 from torch import nn
 
 from peerbayes import networks, terms
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, checkpoints, train
+from peerbayes.learning import Learner, Recipe, TrainingError, checkpoints, train
 from peerbayes.learning.cohort import Clock
 from peerbayes.learning.recipe import Stage
 from peerbayes.learning.sources import build_peer
@@ -46,17 +47,6 @@ class Conv(nn.Module):
         return self.head(self.second(self.first(x)).mean((2, 3)))
 
 
-class Recorder(Reporter):
-    def __init__(self):
-        self.lines, self.warnings = [], []
-
-    def epoch(self, line):
-        self.lines.append(line)
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
 def made_data(count=16, validation=None):
     torch.manual_seed(5)
     split = ArraySplit((torch.rand(count, *SHAPE) * 255).to(torch.uint8), torch.arange(count) % 3)
@@ -85,10 +75,6 @@ def peers(names="ab", kind=Point, network=Small, **options):
 
 def state(posterior):
     return {name: tensor.detach().clone() for name, tensor in posterior.state().items()}
-
-
-def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 # ---- learning rates ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from learners import same
 from rich.console import Console
 from torch import nn
 
@@ -66,10 +67,6 @@ def learner(number, dropout=0.0, **options):
 
 def state(made):
     return {f"{name}/{n}": t.clone() for name, p in made.peers.items() for n, t in p.state().items()}
-
-
-def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

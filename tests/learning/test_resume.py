@@ -11,12 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from learners import Recorder, Stop, stopped_at
 
+from commands import save_npz
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Reporter, checkpoints, jobs, load_recipe, train
+from peerbayes.learning import Learner, Recipe, checkpoints, jobs, load_recipe, train
 from peerbayes.learning.jobs import _lock
 from peerbayes.posteriors import storage
 
@@ -148,15 +149,7 @@ def environment():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 255, (84, 8, 8), dtype=np.uint8)
-    np.savez(
-        folder / "small.npz",
-        train_images=images[:60],
-        train_labels=np.arange(60) % 3,
-        test_images=images[60:],
-        test_labels=np.arange(24) % 3,
-    )
+    save_npz(folder / "small.npz", held=24)
     (folder / "all.toml").write_text(RECIPE.replace("DATA", str(folder / "small.npz")))
     return folder
 
@@ -255,40 +248,15 @@ def test_a_resume_that_forgets_something_is_seen(whole, driven, how):
 # ---- damaged and foreign checkpoints ----------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    pass
-
-
-class Recorder(Reporter):
-    def __init__(self):
-        self.warnings, self.headlines = [], []
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-    def headline(self, text):
-        self.headlines.append(text)
-
-
-def interrupted(place, run, monkeypatch, at=11):
-    step = Learner.step
-
-    def until(self):
-        if self.position.step == at:
-            raise Stop
-        step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", until)
-        with pytest.raises(Stop):
-            train(load_recipe(place / "all.toml"), run, device="cpu", checkpoint_every=3, reporter=Recorder())
+def interrupted(place, run, at=11):
+    with stopped_at(at):
+        train(load_recipe(place / "all.toml"), run, device="cpu", checkpoint_every=3, reporter=Recorder())
 
 
 @pytest.fixture(scope="module")
 def half(place):
     """A run that stopped at step 11, with the checkpoints of steps 6 and 9."""
-    with pytest.MonkeyPatch.context() as patch:
-        interrupted(place, place / "half", patch)
+    interrupted(place, place / "half")
     names = sorted(p.name for p in (place / "half").glob("checkpoint-*"))
     assert names == ["checkpoint-000000006.safetensors", "checkpoint-000000009.safetensors"]
     return place / "half"

@@ -1,7 +1,6 @@
 """Sweeps: true values on the validation split alone, killed and shared studies, and one sentence for what is wrong."""
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -18,8 +17,10 @@ import optuna
 import pytest
 from PIL import Image
 
+import commands
 import peerbayes
-from peerbayes import cli, data, evaluation, reporting
+from commands import QUIET
+from peerbayes import data, evaluation, reporting
 from peerbayes.learning import PeerbayesWarning, Sweep, load_recipe, sweep
 from peerbayes.learning.space import Axis, corners, folder_name, overrides, parse_axes
 from peerbayes.learning.study import Study
@@ -69,22 +70,11 @@ def place(tmp_path_factory):
 
 
 def called(*arguments, code=0):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
-        cli.main(["sweep", *map(str, arguments), "--device", "cpu", "--quiet"])
-    assert (end.value.code or 0) == code
-    return out.getvalue()
+    return commands.called("sweep", *arguments, *QUIET, code=code)
 
 
 def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["sweep", *map(str, arguments)])
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("peerbayes: ")
-    assert printed.err.count("\n") == 1, printed.err
-    return printed.err.removeprefix("peerbayes: ").rstrip("\n")
+    return commands.refused(capsys, "sweep", *arguments)
 
 
 def times(folder):

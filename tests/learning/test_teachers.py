@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from learners import same
 from torch import nn
 
 from peerbayes.data import ArraySplit, Dataset, guidance, order, pair, to_unit
@@ -98,10 +99,6 @@ def plain(posterior, number=None):
 
 def state(posterior):
     return {name: tensor.detach().clone() for name, tensor in posterior.state().items()}
-
-
-def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 # ---- teachers -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from peerbayes.cli import main
+from commands import ended
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_recipe, train
@@ -62,15 +62,9 @@ def place(tmp_path):
     return tmp_path
 
 
-def run_command(*words):
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return end.value.code
-
-
 def test_a_run_over_texts_learns_and_is_judged_by_its_own_vocabulary(place, capsys, monkeypatch):
     monkeypatch.chdir(place)
-    assert run_command("train", "mine.toml", "--run", "runs/t", "--json", "-q") == 0
+    assert ended("train", "mine.toml", "--run", "runs/t", "--json", "-q") == 0
     trained = json.loads(capsys.readouterr().out)
     assert [peer["accuracy"] for peer in trained["peers"]] == [1.0, 1.0]
     assert trained["alpha"] == 2.0
@@ -78,7 +72,7 @@ def test_a_run_over_texts_learns_and_is_judged_by_its_own_vocabulary(place, caps
     changed = list(rows(64, 9))
     write(place / "news" / "train.csv", [[1, "zebra " * 9, ""], *changed[::-1]])
     write(place / "other.csv", [[1, "completely different words here", "x"], [2, "nothing of that is known", "y"]])
-    assert run_command("evaluate", "runs/t", "--json", "--ood", place / "other.csv") == 0
+    assert ended("evaluate", "runs/t", "--json", "--ood", place / "other.csv") == 0
     judged = json.loads(capsys.readouterr().out)
     for before, after in zip(trained["peers"], judged["peers"], strict=True):
         assert {key: after[key] for key in ("accuracy", "nll", "ece", "brier")} == {
@@ -96,7 +90,7 @@ def test_a_damaged_vocabulary_is_named(place, capsys, monkeypatch):
     train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
     path = place / "runs" / "t" / "vocabulary.json"
     path.write_text(path.read_text().replace("goal", "gaol", 1))
-    assert run_command("evaluate", "runs/t") == 2
+    assert ended("evaluate", "runs/t") == 2
     assert "vocabulary.json" in capsys.readouterr().err
 
 

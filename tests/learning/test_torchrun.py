@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from commands import save_npz
 from peerbayes.learning import Job, Run, default_folder, load_recipe, train_jobs
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.noise import Address
@@ -169,15 +169,7 @@ print(json.dumps(codes))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torchrun")
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 255, (84, 8, 8), dtype=np.uint8)
-    np.savez(
-        folder / "small.npz",
-        train_images=images[:60],
-        train_labels=np.arange(60) % 3,
-        test_images=images[60:],
-        test_labels=np.arange(24) % 3,
-    )
+    save_npz(folder / "small.npz", held=24)
     for name, text in RECIPES.items():
         text = text.replace("DATA", str(folder / "small.npz")).replace("SOURCE", "source.toml")
         (folder / f"{name}.toml").write_text(text)
