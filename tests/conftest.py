@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from peerbayes import terms
 from peerbayes.data import data_root
 from peerbayes.terms import registry
 
 torch.set_num_threads(1)
+settings.register_profile("unhurried", deadline=None)  # how long a case takes is the machine's affair
+settings.load_profile("unhurried")
 pytest.register_assert_rewrite("commands", "learners")
 
 

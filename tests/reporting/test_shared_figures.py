@@ -281,10 +281,10 @@ def test_what_can_not_be_drawn_is_one_sentence(runs, tmp_path, capsys, words, se
 
 
 def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):
-    assert reporting.shared_picture(Run(runs / "stage1-seed0")) == {}
+    assert weights.shared_picture(Run(runs / "stage1-seed0")) == {}
     shared = Run(runs / "k4-seed0")
     assert isinstance(shared["net"], Shared)
-    (picture,) = reporting.shared_picture(shared).items()
+    (picture,) = weights.shared_picture(shared).items()
     record = json.loads((shared.folder / "evaluation.json").read_text())
     pages = [reporting.report_page([record], "h", {}, more) for more in ({}, dict([picture]))]
     assert [page.count("<img") for page in pages] == [3, 4]
