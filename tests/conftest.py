@@ -1,8 +1,5 @@
 """One thread a process: the tests run side by side, and results must not depend on who else is running."""
 
-import lzma
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import settings
@@ -27,13 +24,8 @@ def user_term():
 
 
 @pytest.fixture(scope="session")
-def clinc_root(tmp_path_factory):
-    """Where the real CLINC150 is: the data root, or unpacked from the folder shared with the repository."""
-    if (data_root() / "clinc150.json").is_file():
-        return data_root()
-    packed = Path(__file__).resolve().parents[2] / "shared" / "data" / "clinc150.json.xz"
-    if not packed.is_file():
+def clinc_root():
+    """Where the real CLINC150 is: the data root."""
+    if not (data_root() / "clinc150.json").is_file():
         pytest.skip("needs clinc150.json under PEERBAYES_DATA")
-    root = tmp_path_factory.mktemp("clinc")
-    (root / "clinc150.json").write_bytes(lzma.decompress(packed.read_bytes()))
-    return root
+    return data_root()
