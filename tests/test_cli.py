@@ -101,7 +101,7 @@ def test_evaluate_shows_the_figures_of_a_run_that_can_not_be_written_to(trained,
     monkeypatch.setattr(storage, "write_bytes", refuse)
     assert json.loads(called("evaluate", run, "--json", "--device", "cpu")) == record
     said = capsys.readouterr().err
-    assert said == f"peerbayes: {run / 'evaluation.json'}: Permission denied; the record is not written\n"
+    assert said == f"peerbayes: {run}: Permission denied; the record is not written\n"
 
 
 def test_evaluate_prints_the_table_of_the_record(trained):

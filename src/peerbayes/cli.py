@@ -342,7 +342,7 @@ def evaluate(
             try:
                 reporting.write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
-                print(f"peerbayes: {error.filename}: {error.strerror}; the record is not written", file=sys.stderr)
+                print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
     _show(records, as_json, len(records) > 1, calibrated)
 
 

@@ -109,6 +109,29 @@ def test_other_damage_of_metrics_is_one_sentence(runs, capsys, name, line, sente
     assert figure(capsys, name, runs).startswith(f"/metrics.jsonl, line 1: {sentence}")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [(None, None), ('"test_', '"was_'), ('"a": {"terms"', '"z": {"terms"')], ids=str
+)
+def test_the_last_epochs_have_to_be_there(runs, capsys, old, new):
+    recipe, metrics = runs / "1" / "recipe.toml", runs / "1" / "metrics.jsonl"
+    recipe.write_text(recipe.read_text().replace("last_epochs = 0", "last_epochs = 1"))
+    found = json.loads(called("evaluate", runs / "1", "--json", "--device", "cpu"))["last_epochs"]
+    last = [json.loads(line) for line in metrics.read_text().splitlines()][-1]["peers"]
+    assert found["peers"]["a"] == {key: last["a"][f"test_{key}"] for key in ("accuracy", "nll")}
+    metrics.write_text("" if old is None else metrics.read_text().replace(old, new))
+    before = (runs / "1" / "evaluation.json").read_bytes()
+    sentence = f"{runs / '1'}: metrics.jsonl has no test figures of the last 1 epochs"
+    assert refused(capsys, "evaluate", runs / "1", "--device", "cpu") == sentence
+    assert (runs / "1" / "evaluation.json").read_bytes() == before
+
+
+def test_a_record_is_not_written_where_its_page_can_not_be_made(runs, capsys):
+    metrics = runs / "1" / "metrics.jsonl"
+    metrics.write_bytes(b"[1]\n" + metrics.read_bytes())
+    assert "metrics.jsonl, line 1: " in refused(capsys, "evaluate", runs / "1", "--device", "cpu")
+    assert not (runs / "1" / "evaluation.json").exists()
+
+
 def test_an_interrupted_run_goes_on_whatever_its_metrics_hold(trained, runs):
     run = runs / "1"
     whole, path = Run(run).metrics, run / "metrics.jsonl"

@@ -115,8 +115,11 @@ def evaluate(
 
 def _last_epochs(run: Run, count: int) -> Record:
     """Return the mean of the looks at the test split over the last epochs, by peer."""
-    lines = [line for line in run.metrics if line["step"] > run.metrics[-1]["step"] * (1 - count / run.recipe.epochs)]
-    peers = {name: [line["peers"][name] for line in lines] for name in run}
+    metrics = run.metrics
+    lines = [line for line in metrics if line["step"] > metrics[-1]["step"] * (1 - count / run.recipe.epochs)]
+    peers = {name: [line["peers"].get(name, {}) for line in lines] for name in run}
+    if not lines or any("test_nll" not in look for looks in peers.values() for look in looks):
+        raise InputError(f"{run.folder}: metrics.jsonl has no test figures of the last {count} epochs")
     return {
         "epochs": len(lines),
         "peers": {

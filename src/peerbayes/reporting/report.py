@@ -67,9 +67,9 @@ def _table(records: Sequence[Record], columns: tables.Columns) -> dict[str, Any]
 
 def write_report(run: Run, record: Record) -> None:
     """Write a run's record and its page into its folder."""
-    write_record(run.folder / "evaluation.json", record)
     lines = {"The terms over the epochs, averaged over peers.": run.metrics}
     page = report_page([record], run.recipe.title, lines, shared_picture(run))
+    write_record(run.folder / "evaluation.json", record)
     storage.write_bytes(run.folder / "report.html", page.encode())
 
 
