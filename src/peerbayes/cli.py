@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -198,28 +198,16 @@ def train(
 
 
 def _train_and_show(
-    jobs: list[Job] | Callable[[Callable[..., list[Run]]], list[Job]],
-    many: bool,
-    as_json: bool,
-    quiet: bool,
-    resume: bool,
-    **how: Any,
+    jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, before: Sequence[Job] = (), **how: Any
 ) -> list[Run]:
-    """Train jobs, print what they are worth, and return the runs; ends the process where one could not go on.
-
-    The jobs may be a function that makes them, given one that trains what they need.
-    """
+    """Train jobs, after those ``before``; print what they are worth, return the runs; ends the process on errors."""
     from peerbayes import learning, reporting
 
     failed: dict[int, learning.TrainingError] = {}
     with learning.joined(how["device"]) as world:
-        reporter = _reporter(quiet or not world.is_first)
-
-        def train(jobs: list[Job], **more: Any) -> list[Run]:
-            return learning.train_jobs(jobs, reporter=reporter, world=world, **how, **more)
-
-        wanted = jobs(train) if callable(jobs) else jobs
-        runs = train(wanted, errors=failed, resume=resume or world.any(learning.restarted()))
+        shared: dict[str, Any] = {"reporter": _reporter(quiet or not world.is_first), "world": world, **how}
+        learning.train_jobs(before, resume=True, **shared)
+        runs = learning.train_jobs(jobs, errors=failed, resume=resume or world.any(learning.restarted()), **shared)
         first = world.is_first
     # The other processes are done: judging may take longer than they would wait.
     if not first:
@@ -258,7 +246,7 @@ def distill(
 
     recipe = learning.recipe_into(into, runs, changes)
     job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
-    how = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     for done in _train_and_show([job], False, as_json, quiet, resume, **how):
         for path in learning.save_networks(done):
             typer.echo(f"one plain network: {path}", err=as_json)
@@ -299,12 +287,7 @@ def compress(
     start = scaled / f"weights-{before.recipe.peers[0].name}.safetensors"
     job = learning.Job(learning.recipe_from(into, weights, changes, start), folder, seed)
     learning.check_jobs([job], resume=resume, **how)
-
-    def with_scales(train: Callable[..., list[Run]]) -> list[Job]:
-        train([before], resume=scaled.exists())
-        return [job]
-
-    _train_and_show(with_scales, False, as_json, quiet, resume, **how)
+    _train_and_show([job], False, as_json, quiet, resume, [before], **how)
 
 
 @app.command()

@@ -472,7 +472,7 @@ class Learner:
 
 def _first(error: BaseException) -> BaseException:
     """Return the error that led to this one: what fails inside a capture makes its end fail too, which says nothing."""
-    while error.__context__ is not None and error.__cause__ is None and not error.__suppress_context__:
+    while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
         error = error.__context__
     return error
 

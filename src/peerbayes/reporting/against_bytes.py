@@ -13,12 +13,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from peerbayes.learning import Run
 from peerbayes.learning.recipe import Shared
 from peerbayes.learning.run import read_json
-from peerbayes.reporting.figures import COLOURS, panels
+from peerbayes.reporting.figures import COLOURS, MARKERS, panels
 from peerbayes.reporting.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reporting.records import Record, evaluate
 from peerbayes.reporting.tables import FIGURES, title
 
-MARKERS = "os^DvPX"
 NUMBERED = 4  # lines up to which their points say how many components they have
 Runs = Mapping[int, Run]  # of one setting, by seed
 
@@ -41,7 +40,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
 
     experiments: dict[tuple[str, str], list[Runs]] = {}
     for group in by_setting(runs):
-        experiments.setdefault(experiment_of(next(iter(group.values()))), []).append(group)
+        experiments.setdefault(experiment_of(_first(group)), []).append(group)
     found = []
     for (network, dataset), groups in experiments.items():
         shared = [group for group in groups if _codebook(group) is not None]

@@ -19,13 +19,12 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
 from peerbayes.reporting import against_bytes, confidence, distilled, pipeline, weights
 from peerbayes.reporting import alphas as numbers
-from peerbayes.reporting.figures import COLOURS, draw_heat_map, panels
+from peerbayes.reporting.figures import COLOURS, MARKERS, draw_heat_map, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
 MEASURED = ("flatness", "line", "perturbations", "confidence", "bytes", "pipeline")
-MARKERS = "os^DvPX"
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
     "test_nll": ("test loss (nats per image)", 1),

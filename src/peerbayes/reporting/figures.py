@@ -21,6 +21,7 @@ from peerbayes.posteriors import storage
 from peerbayes.reporting.records import Record
 from peerbayes.reporting.tables import FIGURES, grouped, title
 
+MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -21,10 +20,9 @@ from peerbayes.learning.run import peers_at, pick_device
 from peerbayes.learning.sources import Job, source_of, teacher_sources
 from peerbayes.posteriors import Posterior
 from peerbayes.reporting.figures import COLOURS, panels
-from peerbayes.reporting.records import evaluate, find_runs
-from peerbayes.reporting.tables import ENSEMBLE
+from peerbayes.reporting.records import Record, evaluate, find_runs
+from peerbayes.reporting.tables import ENSEMBLE, aligned
 
-Record = dict[str, Any]
 IMAGES = 256  # that the time of a prediction is measured on
 REPEATS = 3
 # Heading, factor, digits after the point.
@@ -150,13 +148,7 @@ def pipeline_table(found: Record) -> str:
             cells.append(f"{summary.mean:,.{digits}f}{error}")
         lines.append(["" if step == before else step, who, *cells])
         before = step
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    aligned = [
-        [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        + [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in aligned)
+    return "\n".join(aligned(lines, left=2))
 
 
 def draw_pipeline(found: Record) -> Figure:

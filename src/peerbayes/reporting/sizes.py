@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from peerbayes.posteriors import MeanField, Posterior, Shared, predict_split, st
 from peerbayes.posteriors.quantised import Form, forms
 from peerbayes.reporting.outside import figures_of
 from peerbayes.reporting.records import Record, find_runs
-from peerbayes.reporting.tables import FIGURES
+from peerbayes.reporting.tables import FIGURES, aligned
 
 OTHER = "everything else"
 PARTS = {
@@ -143,7 +143,7 @@ def size_table(record: Record) -> str:
     lines += [f"trainable numbers {record['trainable']:,}", ""]
     parts = record["parts"] | {"total": record["bytes"]}
     rows = [(name, f"{size:,}", f"{100 * size / record['bytes']:.1f}") for name, size in parts.items()]
-    lines += [*_columns([("part", "bytes", "%"), *rows]), ""]
+    lines += [*aligned([("part", "bytes", "%"), *rows], left=1), ""]
     if shared:
         lines.append(f"beside {'its own means and scales' if same is None else same}:")
     judged = {title: how for title, how in FIGURES.items() if how[0] in record["forms"][0]}
@@ -151,12 +151,4 @@ def size_table(record: Record) -> str:
     for form in record["forms"]:
         figures = [f"{form[key] * factor:.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]
         table.append((form["name"], f"{form['bytes']:,}", f"{form['percent']:.1f}", *figures))
-    return "\n".join([*lines, *_columns(table)])
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    return "\n".join([*lines, *aligned(table, left=1)])

@@ -175,10 +175,11 @@ def _section(records: Sequence[Record], columns: Columns, compared: Columns) -> 
         lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
         previous = row.method
     found = differences(records, compared)
-    return [*_aligned(lines, left=2), *([""] if found else []), *found]
+    return [*aligned(lines, left=2), *([""] if found else []), *found]
 
 
-def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return rows of cells as lines of text with columns, the first ``left`` of them flush left."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [
         "  ".join(
@@ -202,7 +203,7 @@ def sweep_table(sweep: Sweep) -> str:
         lines.append((place, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
     count = len(sweep.seeds)
     spread = f"mean ± standard error over {count} seeds" if count > 1 else "1 seed"
-    text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *_aligned(lines, left=1)]
+    text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *aligned(lines, left=1)]
     notes = [f"{setting_title(r['setting'])} failed: {r['reason']}" for r in sweep.table if r["state"] == "failed"]
     if any(row["state"] == "running" for row in sweep.table):
         notes.append("running: in the hands of another process; the same command shows them when they are done")
