@@ -322,6 +322,7 @@ def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
     assert after.engine.name == "captured"
 
 
+@quiet
 @gpu
 @pytest.mark.parametrize("update", ["simultaneous", "sequential"])
 def test_half_precision_is_captured_and_learns_as_eager_steps_do(update):

@@ -242,8 +242,10 @@ class Cohort:
     def _judge(self, batch: terms.Batch, name: str) -> tuple[Tensor, Tensor]:
         """Return a peer's loss and figures."""
         before = _count_derived(batch)
+        # A compiled term is one node of the graph for all peers, which the first peer in turn would use up.
+        value_of = self.parts.term_value if self.recipe.update == "simultaneous" else term_value
         with self._own_stream(name):
-            found = [self.parts.term_value(term, options, batch, name) for term, options in self.state.terms]
+            found = [value_of(term, options, batch, name) for term, options in self.state.terms]
             notes = [note for _, own in found for note in own.values()]
             values, logits = [value for value, _ in found], batch.outputs[name].logits
             result = self.parts.total_and_figures(values, notes, logits, batch.labels)
