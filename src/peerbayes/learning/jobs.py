@@ -23,7 +23,7 @@ from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.loop import Learner, TrainingError, run_together
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.recipe import CUSTOM, Recipe, load_recipe
+from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import (
     Run,
     environment,
@@ -33,6 +33,7 @@ from peerbayes.learning.run import (
     read_json,
     write_text,
 )
+from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.sources import (
     DATA_KEYS,
     Job,

@@ -19,11 +19,12 @@ from torch import Tensor
 from peerbayes import evaluation, noise, terms
 from peerbayes.data import Dataset, Placement, augment, feed, to_unit
 from peerbayes.errors import InputError, reason
-from peerbayes.learning import recipe as settings
 from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.progress import Reporter
+from peerbayes.learning.recipe import Recipe
+from peerbayes.learning.settings import Stage
 from peerbayes.learning.shares import newly_inert, shares_of
 from peerbayes.learning.stages import StageState, learning_rate
 from peerbayes.learning.teachers import Teachers, run_plain
@@ -76,7 +77,7 @@ class Learner:
 
     def __init__(
         self,
-        recipe: settings.Recipe,
+        recipe: Recipe,
         peers: Mapping[str, Posterior],
         data: Dataset,
         seed: int,
@@ -381,7 +382,7 @@ class Learner:
     # ---- looking before the first step --------------------------------------------------------------------------
 
     @staticmethod
-    def _stage_layers(stage: settings.Stage) -> list[str]:
+    def _stage_layers(stage: Stage) -> list[str]:
         found = [layer for options in stage.terms.values() for layer in options.get("layers", [])]
         return list(dict.fromkeys(found))
 
