@@ -14,7 +14,8 @@ from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
 from peerbayes.learning.distribution import World
-from peerbayes.learning.jobs import How, train_jobs
+from peerbayes.learning.how import How
+from peerbayes.learning.jobs import train_jobs
 from peerbayes.learning.loop import run_together
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
