@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes import __version__
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, TrainingError
 
 if TYPE_CHECKING:
     from peerbayes.learning import Job, Loaded, Reporter, Run
@@ -203,7 +203,7 @@ def _train_and_show(
     """Train jobs, after those ``before``; print what they are worth, return the runs; ends the process on errors."""
     from peerbayes import learning, reporting
 
-    failed: dict[int, learning.TrainingError] = {}
+    failed: dict[int, TrainingError] = {}
     with learning.joined(how["device"]) as world:
         shared: dict[str, Any] = {"reporter": _reporter(quiet or not world.is_first), "world": world, **how}
         learning.train_jobs(before, resume=True, **shared)
@@ -574,10 +574,10 @@ def main(arguments: list[str] | None = None) -> Any:
             raise
         print(f"peerbayes: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+    except TrainingError as error:
+        print(f"peerbayes: {error}", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
-        if type(error).__name__ == "TrainingError":  # by name: torch may not have been imported
-            print(f"peerbayes: {error}", file=sys.stderr)
-            sys.exit(1)
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.

@@ -12,11 +12,10 @@ import torch
 
 from peerbayes import data as data_room
 from peerbayes.data import Dataset, Vocabulary
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import How
-from peerbayes.learning.loop import TrainingError
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, load_data, read_json

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peerbayes import evaluation, noise, terms
 from peerbayes.data import Dataset, Placement, augment, feed, to_unit
-from peerbayes.errors import InputError, reason
+from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
@@ -35,10 +35,6 @@ DRAWS_A_LOOK = 4  # draws of a prediction at the end of an epoch
 OFF = ("weight", "alpha")  # options of terms that switch them off when they are 0
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the last good checkpoint is kept."""
 
 
 @dataclass

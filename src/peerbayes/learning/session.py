@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from peerbayes.data import Dataset
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
 from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, stamp
 from peerbayes.learning.how import How
-from peerbayes.learning.loop import Learner, TrainingError, run_together
+from peerbayes.learning.loop import Learner, run_together
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.run import environment, network_inputs, read_json, write_text
 from peerbayes.learning.sources import Job
