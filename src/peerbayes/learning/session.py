@@ -15,11 +15,12 @@ from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
 from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, stamp
 from peerbayes.learning.how import How
-from peerbayes.learning.loop import Learner, run_together
+from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.run import environment, network_inputs, read_json, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.together import run_together
 from peerbayes.posteriors import Posterior, Shared
 
 

@@ -219,6 +219,11 @@ class Stage(Strict):
     freeze_rest: bool = False
     terms: dict[str, dict[str, Any]]
 
+    @property
+    def layers(self) -> list[str]:
+        """Layers whose features the terms look at, each once."""
+        return list(dict.fromkeys(layer for options in self.terms.values() for layer in options.get("layers", [])))
+
     @field_validator("terms")
     @classmethod
     def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
