@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from peerbayes import bench, cli
+from peerbayes.bench import theirs
+from peerbayes.bench.figures import NEEDS_GPU, RATIOS
+from peerbayes.bench.theirs import THEIRS
 from peerbayes.learning import Reporter
 from peerbayes.posteriors import prediction
 from peerbayes.reporting.figures import bench_figure, png
@@ -43,14 +46,14 @@ def stopwatch(monkeypatch):
         asked.append(key)
         return {key: {"median": 4.0, "spread": [3.0, 5.0], "setup_s": 0.5}}
 
-    def fake_steps(self):
+    def fake_steps(_bench):
         asked.append("single_step_ms")
-        theirs = zip(bench.THEIRS, (9.0, 6.0), strict=True)
-        return {key: {"median": value, "setup_s": 0.5} for key, value in [("single_step_ms", 2.0), *theirs]}
+        medians = {"single_step_ms": 2.0} | dict(zip(THEIRS, (9.0, 6.0), strict=True))
+        return {key: {"median": value, "setup_s": 0.5} for key, value in medians.items()}
 
     monkeypatch.setattr(bench.Bench, "epochs", fake)
     monkeypatch.setattr(bench.Bench, "predictions", fake_prediction)
-    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", fake_steps)
+    monkeypatch.setattr(theirs, "steps", fake_steps)
     return asked
 
 
@@ -68,7 +71,7 @@ def test_a_quick_run_measures_everything_that_a_cpu_can(tmp_path, capsys, monkey
     found = dict(leaves(record["figures"]))
     assert {key for key, value in found.items() if value is None} == set(record["notes"])
     gpu = {"packed3_epoch_s", "compiled_pair_epoch_s", "predict_float32_50x10k_s"}
-    assert {key for key, why in record["notes"].items() if why == bench.NEEDS_GPU} >= gpu
+    assert {key for key, why in record["notes"].items() if why == NEEDS_GPU} >= gpu
     unknown = {key for key in record["notes"] if not key.startswith(("peak_memory", "bayesian_torch", "speedup"))}
     assert unknown == gpu | {"packed_network_step_ms"}
     for key, one in record["measurements"].items():
@@ -86,7 +89,7 @@ def test_a_quick_run_measures_everything_that_a_cpu_can(tmp_path, capsys, monkey
 
 def test_derived_figures_are_quotients_of_their_parts():
     medians = {"packed3_epoch_s": 3.9, "single_step_ms": 2.0, "predict_50x10k_s": 0.5, "pair_epoch_s": 1.0}
-    medians |= dict(zip((*bench.THEIRS, *bench.RATIOS["bayesian_over_deterministic"]), (24.0, 30.0, 1.5, 1.2)))
+    medians |= dict(zip((*THEIRS, *RATIOS["bayesian_over_deterministic"]), (24.0, 30.0, 1.5, 1.2)))
     medians |= {f"distillation.{name}_step_ms": ms for name, ms in (("kd", 2.0), ("latentbe", 3.0))}
     medians |= {"distillation.latentbe_tdiv_sdiv_step_ms": 5.0}
     medians |= {
@@ -116,12 +119,12 @@ def test_headlines_are_measured_first_and_growth_last(tmp_path, stopwatch):
 
 
 def test_a_failure_is_one_note_and_the_rest_goes_on(tmp_path, stopwatch, monkeypatch):
-    def broken(self):
+    def broken(_bench):
         written = json.loads((tmp_path / "b.json").read_text())  # what came before is safe
         assert written["figures"]["pair_epoch_s"] == len("pair_epoch_s")
         raise torch.OutOfMemoryError("no room\nat all")
 
-    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", broken)
+    monkeypatch.setattr(theirs, "steps", broken)
     record = run(tmp_path / "b.json")
     assert record["figures"]["single_step_ms"] is None
     assert record["notes"]["single_step_ms"] == "OutOfMemoryError: no room"
@@ -132,10 +135,10 @@ def test_a_failure_is_one_note_and_the_rest_goes_on(tmp_path, stopwatch, monkeyp
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path, stopwatch, monkeypatch):
-    def interrupted(self):
+    def interrupted(_bench):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.Bench, "against_bayesian_torch", interrupted)
+    monkeypatch.setattr(theirs, "steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b.json")
     record = json.loads((tmp_path / "b.json").read_text())

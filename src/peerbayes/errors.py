@@ -1,4 +1,4 @@
-"""The one error that users see: a sentence that names the file, key or tensor and what was expected."""
+"""The errors that users see: a sentence that names the file, key or tensor and what was expected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class InputError(ValueError):
     """Something the user gave is wrong. The command line prints the sentence and exits with code 2."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the last good checkpoint is kept. The command line exits with code 1."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, TrainingError, checkpoints, train
 from peerbayes.learning.cohort import Clock
-from peerbayes.learning.recipe import Stage
+from peerbayes.learning.settings import Stage
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.stages import learning_rate
 from peerbayes.noise import Address

@@ -14,11 +14,12 @@ from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
 from peerbayes.learning.distribution import World
-from peerbayes.learning.jobs import How, train_jobs
-from peerbayes.learning.loop import run_together
+from peerbayes.learning.how import How
+from peerbayes.learning.jobs import train_jobs
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
 from peerbayes.learning.sources import Job
+from peerbayes.learning.together import run_together
 from peerbayes.posteriors import MeanField, Point
 
 SHAPE = (1, 4, 4)
@@ -170,9 +171,9 @@ def test_all_processes_give_up_where_predictions_of_the_first_are_nan(monkeypatc
             return True
 
     made = learner(0)
-    monkeypatch.setattr(made, "world", Others(1, 2))
+    monkeypatch.setattr(made.looks, "world", Others(1, 2))
     with pytest.raises(TrainingError, match=r"predictions of peer 'a' became nan"):
-        made._judge("a")
+        made.looks.judge("a", 0, 0)
     assert asked == [False]
 
 

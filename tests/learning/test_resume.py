@@ -17,8 +17,8 @@ from learners import Recorder, Stop, stopped_at
 
 from commands import save_npz
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, checkpoints, jobs, load_recipe, train
-from peerbayes.learning.jobs import _lock
+from peerbayes.learning import Learner, Recipe, checkpoints, load_recipe, session, train
+from peerbayes.learning.folder import lock
 from peerbayes.posteriors import storage
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
@@ -64,8 +64,7 @@ import torch
 torch.set_num_threads(1)
 import peerbayes.reporting
 from peerbayes import cli
-from peerbayes.learning import loop, stages
-from peerbayes.learning import jobs as job_room
+from peerbayes.learning import folder as folder_room, loop, stages
 
 def dies_at(number):
     left = [number]
@@ -78,11 +77,11 @@ def dies_at(number):
                 with open(file, "a") as out:
                     out.write(text)
             os.kill(os.getpid(), signal.SIGKILL)
-    fsync, replace, step, write = os.fsync, os.replace, loop.Learner.step, job_room._MetricsLog.write
+    fsync, replace, step, write = os.fsync, os.replace, loop.Learner.step, folder_room.MetricsLog.write
     os.fsync = lambda fd: (event(fd), fsync(fd))[1]
     os.replace = lambda *a: (event(), replace(*a))[1]
     loop.Learner.step = lambda self: (event(), step(self))[1]
-    log = job_room._MetricsLog
+    log = folder_room.MetricsLog
     log.write = lambda self, line: (event(None, self.path, json.dumps(line)[:25]), write(self, line))[1]
 
 def broken(how):
@@ -417,11 +416,11 @@ def test_a_lock_is_not_held_on_a_file_that_its_last_holder_removed(tmp_path, mon
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", after_the_other_has_ended)
-    with _lock(tmp_path):
+    with lock(tmp_path):
         assert not waiting
-        with pytest.raises(InputError, match="another process is training this run"), _lock(tmp_path):
+        with pytest.raises(InputError, match="another process is training this run"), lock(tmp_path):
             pass
-    with _lock(tmp_path):  # and is free again
+    with lock(tmp_path):  # and is free again
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -439,11 +438,11 @@ def test_a_run_that_somebody_else_finished_since_it_was_looked_at_is_not_trained
         monkeypatch.undo()
         train(recipe, folder, device="cpu", reporter=Recorder())
         after.update({path.name: path.read_bytes() for path in folder.iterdir()})
-        monkeypatch.setattr(jobs, "run_together", begin)
-        with _lock(folder):
+        monkeypatch.setattr(session, "run_together", begin)
+        with lock(folder):
             yield
 
-    monkeypatch.setattr(jobs, "_lock", late)
+    monkeypatch.setattr(session, "lock", late)
     with pytest.raises(InputError, match="another process is training this run"):
         train(recipe, run, device="cpu", reporter=Recorder())
     assert {path.name: path.read_bytes() for path in run.iterdir()} == after

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
-from peerbayes.learning import recipe as settings
 from peerbayes.learning.distribution import World, gather_batch
+from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
 from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
@@ -128,7 +128,7 @@ class Cohort:
 
     def __init__(
         self,
-        recipe: settings.Recipe,
+        recipe: Recipe,
         peers: Mapping[str, Posterior],
         feed: Feed,
         seed: int,

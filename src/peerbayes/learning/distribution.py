@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from peerbayes.errors import InputError, nearest, reason
+from peerbayes.errors import InputError, TrainingError, nearest, reason
 
 # The first process may write and judge for a while before the others hear of it again.
 TIMEOUT = timedelta(minutes=30)
@@ -189,7 +189,7 @@ def restarted() -> bool:
 
 
 def _is_sentence(error: BaseException) -> bool:
-    return isinstance(error, InputError) or type(error).__name__ == "TrainingError"  # by name: it imports this file
+    return isinstance(error, InputError | TrainingError)
 
 
 def _leave_with_one_voice(world: World, store: Any, error: BaseException) -> None:

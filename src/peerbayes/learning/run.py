@@ -25,7 +25,8 @@ from peerbayes import data as data_room
 from peerbayes import networks
 from peerbayes.data import Dataset, TextOptions, Vocabulary
 from peerbayes.errors import InputError, reason
-from peerbayes.learning.recipe import CUSTOM, Recipe, load_recipe
+from peerbayes.learning.recipe import Recipe, load_recipe
+from peerbayes.learning.settings import CUSTOM
 from peerbayes.posteriors import Posterior, storage
 from peerbayes.schema import Strict, Table
 

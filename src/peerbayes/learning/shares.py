@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peerbayes.learning.distribution import World
+from peerbayes.learning.position import Position
 
 INERT = 1e-4
+OFF = ("weight", "alpha")  # options of terms that switch them off when they are 0
 _SAID = 10**9
 
 
@@ -42,3 +45,23 @@ def newly_inert(shares: Mapping[str, float], counts: dict[str, int], peer: str) 
             found.append(term)
             counts[key] = _SAID
     return found
+
+
+def note_shares(
+    peer: str, measured: Mapping[str, Sequence[float]], options: Mapping[str, Mapping[str, Any]], position: Position
+) -> list[str]:
+    """Note the shares of a peer's terms in the position; return sentences about terms that are found to be inert.
+
+    Args:
+        peer: its name.
+        measured: ‖∇ term‖ and the term's value, by term.
+        options: of the terms; a weight or an order of 0 is inert on purpose.
+        position: where the run stands.
+    """
+    shares = position.shares[peer] = shares_of({term: norm for term, (norm, _) in measured.items()})
+    wanted = {term: share for term, share in shares.items() if 0 not in map(options[term].get, OFF)}
+    return [
+        f"{term} is inert for peer '{peer}' at step {position.step}: its share of the gradient is "
+        f"{shares[term]:.0e} and its value {measured[term][1]:.3g}; change its scale or weight, or drop it"
+        for term in newly_inert(wanted, position.inert, peer)
+    ]

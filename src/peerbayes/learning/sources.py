@@ -12,9 +12,10 @@ import torch
 from peerbayes import networks
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
-from peerbayes.learning.recipe import Peer, Recipe, load_recipe, packaged
-from peerbayes.learning.recipe import Shared as SharedOptions
+from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
+from peerbayes.learning.settings import Peer
+from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address

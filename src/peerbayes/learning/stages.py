@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes import terms
-from peerbayes.learning import recipe as settings
+from peerbayes.learning import settings
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
 

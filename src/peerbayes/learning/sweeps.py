@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 
 from peerbayes import evaluation
-from peerbayes.errors import InputError
-from peerbayes.learning.jobs import OTHERS, Engine, Loaded, Precision, check_jobs, train_jobs
-from peerbayes.learning.loop import TrainingError
+from peerbayes.errors import InputError, TrainingError
+from peerbayes.learning.folder import OTHERS
+from peerbayes.learning.how import Engine, Precision
+from peerbayes.learning.jobs import Loaded, check_jobs, train_jobs
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, environment, pick_device

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from peerbayes.data import gaussian_step, guidance, pair, step_along
 from peerbayes.errors import InputError
-from peerbayes.learning.recipe import Perturb
+from peerbayes.learning.settings import Perturb
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, RankOne
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from peerbayes.learning import Run
-from peerbayes.learning.recipe import Shared
 from peerbayes.learning.run import read_json
+from peerbayes.learning.settings import Shared
 from peerbayes.reporting.figures import COLOURS, MARKERS, panels
 from peerbayes.reporting.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reporting.records import Record, evaluate

@@ -16,8 +16,8 @@ from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
 from peerbayes.learning import Run, load_data
-from peerbayes.learning.recipe import Kind, Perturb
 from peerbayes.learning.run import pick_device
+from peerbayes.learning.settings import Kind, Perturb
 from peerbayes.learning.sources import Job, build_teachers
 from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address, permutation

@@ -1,0 +1,140 @@
+"""What is measured, in which order, and the record of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerbayes.bench import students, theirs
+from peerbayes.bench.figures import NEEDS_GPU, RATIOS, figures_of, needed
+from peerbayes.bench.plan import CPU, DRAWS, PACKED, PREDICTED, QUICK, Plan
+from peerbayes.bench.shared import FIELD, LEARNING, SharedWeights
+from peerbayes.bench.timing import Bench, Measured, sentence
+from peerbayes.errors import InputError
+from peerbayes.learning import Reporter, environment
+from peerbayes.learning.engine import Name
+from peerbayes.learning.run import pick_device, read_json
+from peerbayes.posteriors import storage
+from peerbayes.posteriors.shared import SAMPLINGS
+
+Measurement = tuple[tuple[str, ...], bool, Callable[[], Measured]]  # keys, whether it needs a GPU, and how
+
+
+def measurements(bench: Bench) -> list[Measurement]:
+    """Return what is to be timed, the headlines first."""
+    plan, found = bench.plan, list[Measurement]()
+
+    def epochs(key: str, method: str, steps: int, engine: Name = plan.engine, count: int = 1, **options: Any) -> None:
+        gpu = engine == "compiled" or count > 1
+        found.append(((key,), gpu, lambda: bench.epochs(steps, engine, {key: bench.recipe(method, **options)}, count)))
+
+    def predictions(key: str, *arguments: Any, **options: Any) -> None:
+        found.append(((key,), "precision" in options, partial(bench.predictions, key, *arguments, **options)))
+
+    def point_and_bayesian() -> Measured:
+        point = bench.recipe("dml", point=True, terms="likelihood mutual")
+        pairs = zip(RATIOS["bayesian_over_deterministic"], (bench.recipe("dml"), point), strict=True)
+        return bench.epochs(plan.steps, plan.engine, dict(pairs))
+
+    def loop_and_vmap(count: int) -> Measured:
+        key = f"growth.small_batch.{count}"
+        ways = [bench.predictions(key, count, plan.draws, 1e3, most=most)[key] for most in (0, 1 << 62)]
+        return {key: {name: [way[name] for way in ways] for name in ways[0]}}
+
+    epochs("pair_epoch_s", "ours", plan.steps)
+    epochs("packed3_epoch_s", "ours", plan.steps, count=PACKED)
+    found.append((RATIOS["bayesian_over_deterministic"], False, point_and_bayesian))
+    found.append((("single_step_ms", *theirs.THEIRS), False, partial(theirs.steps, bench)))
+    images = PREDICTED / plan.predicted
+    whole = plan.predicted, plan.draws, images * DRAWS / plan.draws
+    predictions("predict_50x10k_s", *whole)
+    predictions("predict_float32_50x10k_s", *whole, precision="float32")
+    epochs("eager_pair_epoch_s", "ours", plan.few, "eager")
+    epochs("compiled_pair_epoch_s", "ours", plan.few, "compiled")
+    weights = SharedWeights(bench)
+    by_kind: dict[str, tuple[Callable[[], Measured], Sequence[str]]] = {
+        "distillation.{}_step_ms": (partial(students.steps, bench), [s.replace("-", "_") for s in students.STUDENTS]),
+        "distillation.predict_{}_s": (partial(students.predictions, bench), students.MEMBERS),
+        "sharing.clustering_s": (weights.clustering, [""]),
+        "sharing.{}_draw_ms": (weights.draws, [FIELD, *SAMPLINGS]),
+        "sharing.{}_step_ms": (weights.steps, list(LEARNING)),
+        "sharing.predict_{}_s": (weights.predictions, ["point", FIELD, *SAMPLINGS]),
+    }
+    for name, (measure, kinds) in by_kind.items():
+        found.append((tuple(name.format(kind) for kind in kinds), False, measure))
+    for network in plan.networks:
+        epochs(f"growth.network.{network}", "ours", plan.some, network=network)
+    for peers in plan.peers:
+        epochs(f"growth.peers.{peers}", "dml", plan.some, peers=peers)
+    for draws in plan.growing:
+        predictions(f"growth.draws.{draws}", plan.predicted, draws, images)
+    for count in plan.small:
+        found.append(((f"growth.small_batch.{count}",), False, partial(loop_and_vmap, count)))
+    return found
+
+
+def run(
+    device: str, out: Path | None, only: Sequence[str], quick: bool, budget: float | None, reporter: Reporter
+) -> tuple[dict[str, Any], Path]:
+    """Measure, and write the record after every measurement; return it with its path.
+
+    With ``only`` these figures are measured, and what else the file holds is kept if hardware, versions and settings
+    are the same. ``quick`` is hardly anything of everything. After ``budget`` seconds no measurement is started.
+    """
+    began, place = time.perf_counter(), pick_device(device)
+    usual = Plan() if place.type == "cuda" else CPU
+    bench = Bench(place, replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual)
+    todo = measurements(bench)
+    keys = [key for names, _, _ in todo for key in names]
+    wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
+    about = environment(place) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
+    name = re.sub("[^a-z0-9]+", "-", (about["hardware"] if bench.on_gpu else platform.machine()).lower())
+    name = name.removeprefix("nvidia-")
+    path = out or Path("results") / f"bench-{name}{'-quick' if quick else ''}.json"
+    before = read_json(path) if only and path.is_file() else {}
+    measured: Measured = before["measurements"] if _same(before, about) else {}
+
+    def write() -> dict[str, Any]:
+        setup = {key: one["setup_s"] for key, one in measured.items() if "setup_s" in one}
+        record = about | {"seconds": round(time.perf_counter() - began, 1)}
+        record |= figures_of(keys, measured, bench.plan.batch) | {"setup_s": setup, "measurements": measured}
+        storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+        return record
+
+    record: dict[str, Any] = {}
+    for names, needs_gpu, measure in todo:
+        if not wanted.intersection(names):
+            continue
+        late = budget is not None and time.perf_counter() - began >= budget
+        try:
+            if late or (needs_gpu and not bench.on_gpu):
+                raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
+            with torch.random.fork_rng([place] if bench.on_gpu else []):
+                found = measure()
+        except Exception as error:  # whatever it is, the rest goes on
+            found = {key: {"failed": sentence(error)} for key in names}
+        measured |= found
+        record = write()
+        for key in names:
+            reporter.headline(f"{record['seconds']:7.1f} s  {key} {found[key].get('median', found[key].get('failed'))}")
+    return record, path
+
+
+def _same(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Return whether a record was made under the same conditions; a setting that it does not know concerns others."""
+    known = before.get("settings", {})
+    settings = {key: value for key, value in about["settings"].items() if key in known}
+    return all(before.get(key) == value for key, value in {**about, "settings": settings}.items())

@@ -1,0 +1,39 @@
+"""How much is timed, by machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from peerbayes.learning.engine import Name
+
+EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is timed; an epoch is scaled from ``steps`` of a pair, ``some`` (growth) or ``few`` (slow engines)."""
+
+    engine: Name = "captured"
+    precision: str = "bfloat16"
+    images: int = EPOCH
+    batch: int = 128
+    warm_up: int = 20
+    steps: int = 390
+    some: int = 100
+    few: int = 30
+    repeats: int = 3
+    predicted: int = PREDICTED
+    draws: int = DRAWS
+    growing: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    small: tuple[int, ...] = (1, 8, 32, 128, 512)
+    networks: tuple[str, ...] = ("resnet20", "resnet32", "resnet56")  # the first one wherever nothing grows
+    peers: tuple[int, ...] = (2, 4, 8)
+    student: str = "wrn28x1"  # of four teachers like it
+    shared: str = "resnet18"  # whose weights share so many components, at first
+    components: int = 6000
+
+
+CPU = Plan("eager", "float32", 4096, 32, 1, 3, 3, 3, 3, 256, 10, (1, 2, 4, 8, 16), (1, 8, 32))
+CPU = replace(CPU, shared="resnet20", components=500)
+QUICK = Plan("eager", "float32", 64, 4, 1, 1, 1, 1, 2, 4, 2, (1, 2), (1, 2), ("resnet8",), (2,), "resnet8")
+QUICK = replace(QUICK, shared="resnet8", components=20)

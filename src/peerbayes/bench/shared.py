@@ -1,0 +1,99 @@
+"""Shared weights: making a codebook, draws, steps and predictions, against a mean-field posterior."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from peerbayes import networks
+from peerbayes.bench.plan import PREDICTED
+from peerbayes.bench.timing import Bench, Cohorts, Measured
+from peerbayes.learning import Recipe, load_recipe
+from peerbayes.learning.run import network_inputs
+from peerbayes.noise import Address, normal
+from peerbayes.posteriors import Codebook, MeanField, Point, Posterior, Shared
+from peerbayes.posteriors.shared import SAMPLINGS
+from peerbayes.sharing import Sharing, share, shared_weights
+
+FIELD = "mean_field"  # Bayes by Backprop, which shared weights are measured against
+LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "moment", "cluster"), "shared")}
+
+
+class SharedWeights:
+    """A mean-field posterior, its codebook, and what can be timed of them."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.plan, self.device, self.data = bench, bench.plan, bench.device, bench.data
+
+    @cached_property
+    def field(self) -> MeanField:
+        """An untrained mean-field posterior that is to be shared."""
+        network = networks.build(self.plan.shared, network_inputs(self.data))
+        return MeanField(network, rho=-6.0, prior="anchored", prior_std=0.1).to(self.device)
+
+    @cached_property
+    def codebook(self) -> tuple[Codebook, dict[str, Any]]:
+        """Its codebook, with the account of how it was made; noise stands for gradients."""
+        gradient = normal(Address(0, "bench", "gradient"), shared_weights(self.field)[0].size, self.device)
+        return share(self.field, Sharing(components=self.plan.components), gradient)
+
+    def posterior(self, kind: str) -> Posterior:
+        """Return a point, the mean-field posterior, or shared weights with some sampling."""
+        if kind == "point":
+            return Point(self.field.materialise()).to(self.device)
+        if kind == FIELD:
+            return copy.deepcopy(self.field)
+        found = Shared(self.field.materialise(), self.codebook[0], sampling=kind)  # type: ignore[arg-type]
+        return found.to(self.device)
+
+    def clustering(self) -> Measured:
+        """Time the way from a mean-field posterior to a codebook: outliers, components, merging, blending."""
+        setup = self.bench.seconds(lambda: self.codebook)
+
+        def again() -> None:
+            del self.codebook
+            assert self.codebook
+
+        timed = self.bench.times(1.0, {"sharing.clustering_s": again})
+        return {key: one | {"setup_s": setup, **self.codebook[1]} for key, one in timed.items()}
+
+    def draws(self) -> Measured:
+        """Time draws of a mean-field posterior and of shared weights by sampling, in turn."""
+        kinds = {f"sharing.{kind}_draw_ms": self.posterior(kind) for kind in (FIELD, *SAMPLINGS)}
+        count = max(10, self.plan.some)
+        images = self.data.train.batch(torch.arange(1), self.device)[0]
+        setup = {key: self.bench.seconds(partial(posterior.predict, images, 2)) for key, posterior in kinds.items()}
+
+        @torch.no_grad()
+        def draw(posterior: Posterior) -> None:
+            for number in range(count):
+                posterior.draw(Address(0, "bench", "draw", number))
+
+        timed = self.bench.times(1e3 / count, {key: partial(draw, posterior) for key, posterior in kinds.items()})
+        size = kinds["sharing.moment_draw_ms"].layout.size
+        return {key: one | {"setup_s": setup[key], "weights": size, "draws": count} for key, one in timed.items()}
+
+    def steps(self) -> Measured:
+        """Time training steps of a point, a mean-field posterior and shared weights, one network alone, in turn."""
+        cohorts = {}
+        for kind, recipe in LEARNING.items():
+            table = load_recipe(f"sharing/cifar10-resnet18-{recipe}").model_dump(exclude_none=True)
+            table["data"] |= {"batch_size": self.plan.batch, "classes": 100}
+            parsed = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+            cohorts[f"sharing.{kind}_step_ms"] = Cohorts(
+                self.bench, parsed, self.plan.engine, peer=self.posterior(kind)
+            )
+        return self.bench.steps(cohorts)
+
+    def predictions(self) -> Measured:
+        """Time predictions of a point, a mean-field posterior and shared weights by sampling, in turn."""
+        images = self.data.train.batch(torch.arange(self.plan.predicted), self.device)[0]
+        calls = {
+            f"sharing.predict_{kind}_s": partial(self.posterior(kind).predict, images, self.plan.draws)
+            for kind in ("point", FIELD, *SAMPLINGS)
+        }
+        about = {"images": len(images), "draws": self.plan.draws}
+        return self.bench.calls(PREDICTED / self.plan.predicted, calls, **about)

@@ -1,0 +1,157 @@
+"""A device, random data, and ways to time what is done with them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerbayes.bench.plan import EPOCH, Plan
+from peerbayes.data import ArraySplit, Dataset
+from peerbayes.errors import InputError
+from peerbayes.learning import Learner, Recipe, Reporter, load_recipe
+from peerbayes.learning.engine import Name
+from peerbayes.learning.sources import build_peer
+from peerbayes.learning.teachers import Teachers
+from peerbayes.posteriors import Posterior, prediction
+
+Measured = dict[str, dict[str, Any]]
+
+
+class _Strict(Reporter):
+    """A warning is a failure: an engine that gave up would be timed under another one's name."""
+
+    def warn(self, text: str) -> None:
+        raise RuntimeError(text)
+
+
+class Cohorts:
+    """Cohorts of a recipe, warmed up, that step in turn; ``setup_s`` goes from building them to their first step."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        recipe: Recipe,
+        engine: Name,
+        count: int = 1,
+        teachers: Teachers | None = None,
+        peer: Posterior | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        how: dict[str, Any] = {"reporter": _Strict(), "engine": engine, "autocast": bench.autocast}
+        how["teachers"] = teachers
+        self.learners = []
+        for seed in range(count):
+            build = partial(build_peer, recipe=recipe, loaded=bench.data, seed=seed, runs=Path(), device=bench.device)
+            peers = {p.name: build(p) if peer is None else peer for p in recipe.peers}
+            self.learners.append(Learner(recipe, peers, bench.data, seed, **how))
+        self._running = [learner.steps() for learner in self.learners]
+        for learner, running in zip(self.learners, self._running, strict=True):
+            with learner.engine.running():
+                next(running)  # compiles, captures
+        bench.wait()
+        self.setup_s = time.perf_counter() - began
+        self.step(bench.plan.warm_up)
+
+    def step(self, count: int) -> None:
+        """Let every cohort train for so many steps."""
+        for _ in range(count):
+            for learner in self.learners:
+                with learner.engine.running():
+                    learner.step()
+
+
+class Bench:
+    """A device, random data, and what can be timed with them."""
+
+    def __init__(self, device: torch.device, plan: Plan) -> None:
+        self.device, self.plan, self.on_gpu = device, plan, device.type == "cuda"
+        self.autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (plan.images, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        split = ArraySplit(images, torch.randint(0, 100, (plan.images,), generator=generator))
+        self.data = Dataset("random", split, None, split, 100, None, (3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was asked."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, function: Callable[[], Any]) -> float:
+        """Return the wall time of a call and of what it asks of the device."""
+        self.wait()
+        began = time.perf_counter()
+        function()
+        self.wait()
+        return time.perf_counter() - began
+
+    def times(self, scale: float, functions: Mapping[str, Callable[[], Any]]) -> Measured:
+        """Time functions in turn, in rounds; return their measurements, times ``scale``."""
+        rounds = [[self.seconds(function) * scale for function in functions.values()] for _ in range(self.plan.repeats)]
+        return {
+            name: {"median": statistics.median(found), "spread": [min(found), max(found)], "repeats": len(found)}
+            for name, found in zip(functions, zip(*rounds, strict=True), strict=True)
+        }
+
+    def calls(self, scale: float, calls: Mapping[str, Callable[[], Any]], **about: Any) -> Measured:
+        """Time calls in turn, each after one that warms it up; add what there is to say about them."""
+        setup = {key: self.seconds(call) for key, call in calls.items()}
+        timed = self.times(scale, calls)
+        return {key: one | {"setup_s": setup[key], **about} for key, one in timed.items()}
+
+    def steps(self, cohorts: Mapping[str, Cohorts]) -> Measured:
+        """Time ``some`` training steps of cohorts by key, in turn, in milliseconds a step."""
+        count = self.plan.some
+        timed = self.times(1e3 / count, {key: partial(found.step, count) for key, found in cohorts.items()})
+        return {key: one | {"setup_s": cohorts[key].setup_s, "steps": count} for key, one in timed.items()}
+
+    def recipe(self, method: str, peers: int = 2, network: str = "", point: bool = False, terms: str = "") -> Recipe:
+        """Return the first stage of a CIFAR-100 recipe, or some of its terms, for peers alike and from scratch."""
+        table = load_recipe(f"mutual/cifar100-resnet20-{method}").model_dump(exclude_none=True)
+        posterior = {"kind": "point"} if point else table["peers"][0]["posterior"]
+        peer = {"network": network or self.plan.networks[0], "posterior": posterior}
+        table["peers"] = [peer | {"name": f"peer{n}"} for n in range(peers)]
+        table["stages"] = [stage := table["stages"][0]]
+        stage["terms"] = {name: stage["terms"][name] for name in terms.split() or stage["terms"]}
+        table["data"]["batch_size"] = self.plan.batch
+        return Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+
+    def epochs(self, steps: int, engine: Name, recipes: Mapping[str, Recipe], count: int = 1) -> Measured:
+        """Time epochs of cohorts by key, in turn; ``count`` of each step side by side. Adds their memory, on a GPU."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        whole = EPOCH // self.plan.batch
+        about: dict[str, Any] = {"engine": engine, "precision": self.plan.precision, "steps": steps, "scaled_to": whole}
+        cohorts = {key: Cohorts(self, recipe, engine, count) for key, recipe in recipes.items()}
+        timed = self.times(whole / steps, {key: partial(found.step, steps) for key, found in cohorts.items()})
+        if self.on_gpu:
+            about["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            about["peak_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+        return {key: one | about | {"setup_s": cohorts[key].setup_s} for key, one in timed.items()}
+
+    def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
+        """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""
+        images = self.data.train.batch(torch.arange(count), self.device)[0]
+        recipe = self.recipe("vanilla", 1)
+        posterior = build_peer(recipe.peers[0], recipe, self.data, 0, Path(), self.device)
+        predict = partial(posterior.predict, images, draws, **options)
+        kind, before = self.device.type, dict(prediction.TOGETHER)
+        prediction.TOGETHER[kind] = most if most >= 0 else before[kind]
+        try:
+            return self.calls(scale, {key: predict}, images=count, draws=draws, **options)
+        finally:
+            prediction.TOGETHER.update(before)
+
+
+def sentence(error: BaseException) -> str:
+    """Return the first line of what an exception says, with its kind."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"

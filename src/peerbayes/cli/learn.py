@@ -1,0 +1,287 @@
+"""Verbs that train: train, distill, compress and sweep."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peerbayes.cli.options import (
+    AsInTrain,
+    Changes,
+    DataRoot,
+    Device,
+    Engine,
+    Json,
+    Precision,
+    PrecisionAsInTrain,
+    Quiet,
+    Resume,
+    Seed,
+    Seeds,
+    parse_seeds,
+)
+from peerbayes.cli.showing import judge, reporter, show
+from peerbayes.errors import InputError, TrainingError
+
+if TYPE_CHECKING:
+    from peerbayes.learning import Job, Run
+
+
+class Placement(enum.Enum):
+    """Placements by name."""
+
+    auto = "auto"
+    device = "device"
+    stream = "stream"
+
+
+class Sampler(enum.Enum):
+    """Samplers by name."""
+
+    grid = "grid"
+    tpe = "tpe"
+
+
+class Objective(enum.Enum):
+    """Figures of the validation split by name."""
+
+    nll = "nll"
+    accuracy = "accuracy"
+    ece = "ece"
+
+
+def train(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names or TOML files of recipes.")],
+    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
+    seed: Seed = 0,
+    seeds: Seeds = None,
+    resume: Resume = False,
+    changes: Changes = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 30 s")
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
+    ] = Engine.auto,
+    precision: Annotated[
+        Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
+    ] = Precision.auto,
+    placement: Annotated[
+        Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
+    ] = Placement.auto,
+    pack: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most runs side by side.", show_default="all on a GPU, 1 on a CPU"),
+    ] = None,
+    synchronise: Annotated[
+        bool, typer.Option("--synchronise", help="With torchrun: batch-norm and kernels over all processes.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train recipes into run folders, then judge them on the test split.
+
+    On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
+    """
+    from peerbayes import learning
+
+    if len(set(recipes)) < len(recipes):
+        raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
+    if seeds is not None and seed:
+        raise InputError("--seed and --seeds exclude each other")
+    found = {recipe: learning.load_recipe(recipe, changes) for recipe in recipes}
+    numbers = parse_seeds(seeds) if seeds is not None else [seed]
+    many = seeds is not None or len(found) > 1
+    jobs = []
+    for name, recipe in found.items():
+        for number in numbers:
+            folder = learning.default_folder(name, number)
+            if run is not None:
+                folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
+            jobs.append(learning.Job(recipe, folder, number))
+    _train_and_show(
+        jobs,
+        many,
+        as_json,
+        quiet,
+        resume,
+        device=device,
+        root=data_root,
+        engine=engine.value,
+        precision=precision.value,
+        placement=placement.value,
+        checkpoint_every=checkpoint_every,
+        pack=pack,
+        synchronise=synchronise,
+    )
+
+
+def _train_and_show(
+    jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, before: Sequence[Job] = (), **how: Any
+) -> list[Run]:
+    """Train jobs, after those ``before``; print what they are worth, return the runs; ends the process on errors."""
+    from peerbayes import learning, reporting
+
+    failed: dict[int, TrainingError] = {}
+    with learning.joined(how["device"]) as world:
+        shared: dict[str, Any] = {"reporter": reporter(quiet or not world.is_first), "world": world, **how}
+        learning.train_jobs(before, resume=True, **shared)
+        runs = learning.train_jobs(jobs, errors=failed, resume=resume or world.any(learning.restarted()), **shared)
+        first = world.is_first
+    # The other processes are done: judging may take longer than they would wait.
+    if not first:
+        raise typer.Exit(1 if failed else 0)
+    finished = [run for place, run in enumerate(runs) if place not in failed]
+    loaded, records = learning.Loaded(how["root"]), []
+    for done in finished:
+        records.append(judge(done, how["device"], loaded))
+        reporting.write_report(done, records[-1])
+    if records:
+        show(records, as_json, many=many)
+    for error in failed.values():
+        print(f"peerbayes: {error}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
+    return finished
+
+
+def distill(
+    runs: Annotated[list[Path], typer.Argument(help="Trained runs, or weights files of runs: the teachers.")],
+    into: Annotated[str, typer.Option(help="Recipe of the student; a name or TOML file.")] = "distillation/latentbe",
+    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
+    seed: Seed = 0,
+    resume: Resume = False,
+    changes: Changes = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Distil trained runs into one plain network, on the data that they have learnt."""
+    from peerbayes import learning
+
+    recipe = learning.recipe_into(into, runs, changes)
+    job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    for done in _train_and_show([job], False, as_json, quiet, resume, **how):
+        for path in learning.save_networks(done):
+            typer.echo(f"one plain network: {path}", err=as_json)
+
+
+def compress(
+    run: Annotated[Path, typer.Argument(help="A trained run with one peer, or a weights file of a run.")],
+    into: Annotated[str, typer.Option(help="Recipe of the shared weights; a name or TOML file.")] = "sharing/shared",
+    first: Annotated[
+        str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
+    ] = "sharing/stage1",
+    out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
+    seed: Seed = 0,
+    resume: Resume = False,
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe: peers.0.posterior.components=2000.")
+    ] = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
+    from peerbayes import learning
+
+    weights = learning.weights_of(run)
+    folder = out or weights.parent.with_name(f"{weights.parent.name}-shared")
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    if learning.kind_of(weights) == "mean_field":
+        job = learning.Job(learning.recipe_from(into, weights, changes), folder, seed)
+        _train_and_show([job], False, as_json, quiet, resume, **how)
+        return
+    scaled = folder.with_name(f"{folder.name}-stage1")
+    before = learning.Job(learning.recipe_from(first, weights), scaled, seed)
+    start = scaled / f"weights-{before.recipe.peers[0].name}.safetensors"
+    job = learning.Job(learning.recipe_from(into, weights, changes, start), folder, seed)
+    learning.check_jobs([job], resume=resume, **how)
+    _train_and_show([job], False, as_json, quiet, resume, [before], **how)
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    over: Annotated[
+        list[str],
+        typer.Option(
+            help="What to vary: mutual.alpha=0.5,1,2 or stages.*.optimizer.lr=1e-4:1e-1:log; may be repeated."
+        ),
+    ],
+    seeds: Annotated[str, typer.Option(help="Seeds of every setting, such as 0,1,2.")] = "0,1,2",
+    changes: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe for all settings: stages.0.epochs=5.")
+    ] = [],  # noqa: B006
+    sampler: Annotated[
+        Sampler | None, typer.Option(help="Every setting, or those that look best.", show_default="grid for lists")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Settings that tpe tries, over all machines.", show_default="20")
+    ] = None,
+    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = Objective.nll,
+    validation: Annotated[
+        float | None,
+        typer.Option(min=0, help="Training images (or fraction) to judge on.", show_default="the recipe's, or 0.1"),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Optuna storage URL that machines share.", show_default="sqlite:///OUT/study.db"),
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study.", show_default="the recipe's")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep.", show_default="sweeps/RECIPE")] = None,
+    pack: Annotated[
+        int | None, typer.Option(min=1, help="Settings trained side by side.", show_default="4 of a grid on a GPU")
+    ] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rank settings of a recipe by the validation split; the same command again goes on where it was interrupted."""
+    from peerbayes import learning, reporting
+
+    found = learning.sweep(
+        recipe,
+        over,
+        seeds=parse_seeds(seeds),
+        changes=changes,
+        sampler=None if sampler is None else sampler.value,
+        trials=trials,
+        objective=objective.value,
+        validation=validation,
+        storage=storage,
+        study=study,
+        out=out,
+        pack=pack,
+        device=device,
+        root=data_root,
+        engine=engine.value,
+        precision=precision.value,
+        reporter=reporter(quiet),
+    )
+    if as_json:
+        typer.echo(json.dumps(found.table, indent=1))
+    else:
+        typer.echo(reporting.sweep_table(found))
+    written = [found.folder / "sweep.json", *reporting.write_sweep_figure(found)]
+    if not as_json:
+        typer.echo("\n" + ", ".join(map(str, written)))
+    if all(row["state"] == "failed" for row in found.table):
+        raise typer.Exit(1)

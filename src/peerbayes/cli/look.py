@@ -1,0 +1,124 @@
+"""Verbs that look at recipes and at trained runs: recipes, evaluate, size and figure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peerbayes.cli.options import DataRoot, Device, Json
+from peerbayes.cli.showing import judge, show
+from peerbayes.errors import InputError
+
+
+def recipes(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes, or show one, complete with its defaults."""
+    from peerbayes.learning import load_recipe, packaged
+
+    words = words or ["list"]
+    if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] != "show"):
+        raise InputError(f"recipes {' '.join(words)}: expected 'list' or 'show NAME'")
+    if words != ["list"]:
+        recipe = load_recipe(words[-1])
+        typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
+        return
+    found = {key: load_recipe(key) for key in packaged()}
+    if as_json:
+        typer.echo(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        return
+    width = max(map(len, found))
+    for key, recipe in found.items():
+        typer.echo(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
+
+
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs over seeds.")],
+    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    settle: Annotated[
+        float | None, typer.Option(help="Stop drawing for an image once its class is settled at this error level.")
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="A data set the peers should be unsure of; may be repeated.")
+    ] = None,
+    corrupted: Annotated[
+        str | None, typer.Option(help="Also on corrupted images: 'made' here, or a folder of CIFAR-C arrays.")
+    ] = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Also after temperature scaling on the validation split.")
+    ] = False,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Judge trained runs on their test split; a table over seeds with error bars.
+
+    Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
+    """
+    from peerbayes import learning, reporting
+
+    folders = [folder for given in runs for folder in reporting.find_runs(given)]
+    how = {"draws": draws, "settle": settle, "out_of_distribution": ood or None, "corrupted": corrupted}
+    loaded, records = learning.Loaded(data_root), []
+    for run in map(learning.Run, folders):
+        records.append(judge(run, device, loaded, **how))
+        if all(option is None for option in how.values()):
+            try:
+                reporting.write_report(run, records[-1])
+            except OSError as error:  # somebody else's run, say: its figures are shown all the same
+                print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
+    show(records, as_json, len(records) > 1, calibrated)
+
+
+def size(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of runs, or weights files of runs.")],
+    judged: Annotated[
+        bool, typer.Option("--evaluate", help="Also judge the file and every other form on the test split.")
+    ] = False,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
+    from peerbayes import reporting
+
+    found = [record for run in runs for record in reporting.sizes(run, judged=judged, device=device, root=data_root)]
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(reporting.size_table, found)))
+
+
+def figure(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
+            "diversity, perturbations; of shared weights: posterior, bytes; of any runs: confidence, and pipeline, of "
+            "all steps that led to one."
+        ),
+    ],
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
+    by_peer: Annotated[
+        bool, typer.Option("--by-peer", help="A line a peer, not their average; for curves and gap.")
+    ] = False,
+    layer: Annotated[
+        str | None, typer.Option(help="Weights of one layer alone, such as fc.weight; for posterior.")
+    ] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
+    from peerbayes import reporting
+
+    options: dict[str, Any] = {"by_peer": by_peer, "layer": layer, "device": device, "root": data_root}
+    path, numbers = reporting.write_figure(name, runs or [], out, **options)
+    if name == "pipeline" and not as_json:
+        typer.echo(reporting.pipeline_table(numbers) + "\n")
+    typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))

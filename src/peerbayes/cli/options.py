@@ -1,0 +1,57 @@
+"""Options that verbs have in common, and what they mean."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerbayes.errors import InputError
+
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(help="Where data sets lie.", envvar="PEERBAYES_DATA", show_default="~/.cache/peerbayes/data"),
+]
+Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
+
+
+class Engine(enum.Enum):
+    """Engines by name."""
+
+    auto = "auto"
+    eager = "eager"
+    compiled = "compiled"
+    captured = "captured"
+
+
+class Precision(enum.Enum):
+    """Types by name."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+AsInTrain = Annotated[Engine, typer.Option(help="How steps are run; see train.")]
+PrecisionAsInTrain = Annotated[Precision, typer.Option(help="What networks compute in; see train.")]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds of ``0,1,2``."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
+    if len(set(found)) < len(found):
+        raise InputError(f"seeds '{text}': a seed stands there twice")
+    if min(found) < 0:
+        raise InputError(f"seeds '{text}': expected seeds that are 0 or more")
+    return found

@@ -1,0 +1,42 @@
+"""What verbs show: progress, and what runs are worth."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from peerbayes.learning import Loaded, Reporter, Run
+    from peerbayes.reporting import Record
+
+
+def reporter(quiet: bool) -> Reporter:
+    """Return who tells about progress on standard error, or nobody."""
+    from peerbayes.learning import ConsoleReporter, Reporter
+
+    return Reporter() if quiet else ConsoleReporter()
+
+
+def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
+    """Judge a run on its test split, with data that other runs may share."""
+    from peerbayes import reporting
+
+    data = loaded(run.recipe, run.folder / "vocabulary.json")
+    return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
+
+
+def show(records: list[Record], as_json: bool, many: bool, calibrated: bool = False) -> None:
+    """Print records as a table or as JSON: a list of them where there may be many."""
+    from peerbayes import reporting
+
+    if as_json:
+        typer.echo(json.dumps(records if many else records[0], indent=1))
+        return
+    typer.echo(reporting.text_table(records, calibrated))
+    for record in records:
+        for peer in record["peers"]:
+            if record["settle"] is not None:
+                spent = f"{peer['draws_spent']:.1f} of at most {record['draws']} draws an image"
+                typer.echo(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")

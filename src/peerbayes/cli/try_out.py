@@ -1,0 +1,79 @@
+"""Verbs to try the library out with: demo and bench."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
+from peerbayes.cli.showing import reporter, show
+
+if TYPE_CHECKING:
+    from peerbayes.reporting import Record
+
+BENCH_UNITS = {
+    "_ms": "ms",
+    "small_batch": "ms",
+    "memory": "GiB",
+    "rate": "image-draws/s",
+    "speedup": "×",
+    "_over_": "×",
+}
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs, figures and the report.")] = Path("demo"),
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0,1,2",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train DNN, Vanilla, DML and Ours on embedded data; print the paper's table, draw the figures."""
+    from peerbayes import demo as room
+
+    records = room.run(out, parse_seeds(seeds), reporter(quiet))
+    show(records, as_json, many=True)
+    if not as_json:
+        typer.echo(f"\n{out / 'report.html'}, {out / 'retention.png'}, {out / 'reliability.png'}")
+
+
+def bench(
+    out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/bench-DEVICE.json")] = None,
+    only: Annotated[list[str], typer.Option(help="A figure, or growth; may be repeated. Others are kept.")] = [],  # noqa: B006
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
+    ] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure engines, prediction, memory and growth on random images of CIFAR's shape, beside bayesian-torch."""
+    from peerbayes import bench as room
+
+    record, path = room.run(device, out, only, quick, budget, reporter(quiet))
+    from peerbayes.reporting.figures import write_bench_figure  # what was measured is safe by now
+
+    picture = write_bench_figure(path, record)
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
+    typer.echo("\n".join(_bench_lines(record["figures"], record)))
+    typer.echo(f"\n{path}, {picture}")
+
+
+def _bench_lines(figures: dict[str, Any], record: Record, above: str = "") -> Iterator[str]:
+    for name, value in figures.items():
+        key = above + name
+        if isinstance(value, dict):
+            yield from _bench_lines(value, record, f"{key}.")
+            continue
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        numbers = " and ".join(f"{v:,.0f}" if v >= 1e4 else f"{v:.4g}" for v in values)
+        unit = next((unit for part, unit in BENCH_UNITS.items() if part in key), "s")
+        spread = record["measurements"].get(key, {}).get("spread") if len(values) == 1 else None
+        rest = record["notes"].get(key, "") if spread is None else f"{spread[0]:.4g} to {spread[1]:.4g}"
+        yield f"{key:<34} {f'{numbers} {unit}' if values else '-':<24} {rest}".rstrip()

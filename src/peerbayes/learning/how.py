@@ -1,0 +1,87 @@
+"""How jobs are run: device, engine, precision, and how many side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from peerbayes.data import Placement
+from peerbayes.learning.distribution import ALONE, World
+from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
+from peerbayes.learning.progress import Reporter
+from peerbayes.learning.run import pick_device
+from peerbayes.learning.sources import Job
+
+Engine = Name | Literal["auto"]
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class How:
+    """How jobs are run; nothing here changes what is learnt, but for rounding.
+
+    Attributes:
+        device: where to train; ``auto`` takes a GPU where there is one.
+        root: data root.
+        engine: ``eager``, ``compiled``, ``captured``, or ``auto``: captured on a GPU, else eager.
+        precision: what networks compute in; ``auto`` is bfloat16 where the engine is captured, else float32.
+        placement: where the training images lie; see `peerbayes.data.feed`.
+        checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 30 s.
+        pack: most jobs trained side by side; by default all that a GPU has streams for, 32 // (peers + 1), and one on a
+            CPU or with many processes.
+        world: the processes that share each batch.
+        synchronise: take batch-norm's and kernels' statistics over all processes.
+    """
+
+    device: str | torch.device = "auto"
+    root: str | Path | None = None
+    engine: Engine = "auto"
+    precision: Precision = "auto"
+    placement: Placement = "auto"
+    checkpoint_every: int | None = None
+    pack: int | None = None
+    world: World = ALONE
+    synchronise: bool = False
+
+    def place(self) -> torch.device:
+        """Return the device."""
+        return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
+
+    def voice(self, reporter: Reporter | None) -> Reporter:
+        """Return who speaks for this process; silent by default, and in all but the first, which says the same."""
+        return (reporter or Reporter()) if self.world.is_first else _Mute()
+
+    def learner_options(self, device: torch.device) -> dict[str, Any]:
+        """Return the options of a learner."""
+        engine = pick(self.engine, device)
+        half = self.precision == "bfloat16" or (self.precision == "auto" and engine == "captured")
+        return {
+            "engine": engine,
+            "autocast": torch.bfloat16 if half else None,
+            "placement": self.placement,
+            "checkpoint_every": self.checkpoint_every,
+            "world": self.world,
+            "synchronise": self.synchronise,
+        }
+
+    def waves(self, jobs: Sequence[Job], device: torch.device) -> list[Sequence[Job]]:
+        """Return the jobs in groups that are trained side by side."""
+        captured = pick(self.engine, device) == "captured"
+        taught = TEACHERS if any(job.recipe.teachers is not None for job in jobs) else 0
+        streams = max((len(job.recipe.peers) for job in jobs), default=1) + 1 + taught
+        most = max(1, STREAMS // streams) if captured else len(jobs) or 1
+        pack = min(most, self.pack or (most if captured else 1))
+        if self.world.size > 1:
+            pack = 1  # gradients of several runs would meet in one buffer
+        return [jobs[i : i + pack] for i in range(0, len(jobs), pack)]
+
+
+class _Mute(Reporter):
+    """Of a process that is not the first."""
+
+    def warn(self, text: str) -> None:
+        """Say nothing."""

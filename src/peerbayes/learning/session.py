@@ -1,0 +1,145 @@
+"""Run folders in training: what is read of them at the beginning, and written as training goes on and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from peerbayes.data import Dataset
+from peerbayes.errors import InputError, TrainingError
+from peerbayes.learning import checkpoints
+from peerbayes.learning.distribution import World
+from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, stamp
+from peerbayes.learning.how import How
+from peerbayes.learning.loop import Learner
+from peerbayes.learning.progress import Reporter
+from peerbayes.learning.run import environment, network_inputs, read_json, write_text
+from peerbayes.learning.sources import Job
+from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.together import run_together
+from peerbayes.posteriors import Posterior, Shared
+
+
+class Session:
+    """A run folder in training; with many processes the first one writes."""
+
+    def __init__(
+        self,
+        job: Job,
+        peers: dict[str, Posterior],
+        loaded: Dataset,
+        resume: bool,
+        reporter: Reporter,
+        how: How,
+        packed: int = 1,
+        teachers: Teachers | None = None,
+    ) -> None:
+        self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
+        self.world, self.folder = how.world, job.folder
+        self.reporter = reporter
+        self.device = next(iter(peers.values())).device
+        options = how.learner_options(self.device)
+        self.precision = "float32" if options["autocast"] is None else "bfloat16"
+        self.log = MetricsLog(self.folder / "metrics.jsonl")
+        self.learner = Learner(
+            job.recipe,
+            peers,
+            loaded,
+            job.seed,
+            reporter=self.reporter,
+            save=self._save,
+            log=self.log.write if self.world.is_first else None,
+            teachers=teachers,
+            **options,
+        )
+        self.found = stamp(self.folder) if resume else None
+        newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
+        if newest is not None:
+            tensors, about, complaints = newest
+            for complaint in complaints:
+                self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
+            self.learner.restore(tensors, about)
+            before = read_json(self.folder / "run.json").get("precision", self.precision)
+            if before != self.precision:
+                self.reporter.warn(f"{self.folder}: was trained in {before} so far, and goes on in {self.precision}")
+
+    def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.world.is_first:
+            checkpoints.write(self.folder, about["position"]["step"], tensors, about)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder, and say what it will be."""
+        if not self.world.is_first:
+            yield
+            return
+        job, step = self.job, self.learner.position.step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with lock(self.folder):
+            if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
+                raise InputError(f"{self.folder}: {OTHERS}")
+            for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                if is_of_a_run(stale.name):
+                    stale.unlink()
+            self.about = {
+                "seed": job.seed,
+                "finished": False,
+                "inputs": network_inputs(self.loaded).describe(),
+                **environment(self.device),
+                "engine": self.learner.engine.name,
+                "precision": self.precision,
+                "packed": self.packed,
+                "processes": self.world.size,
+            }
+            self._describe()
+            if self.loaded.vocabulary is not None:
+                write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
+            accounts = {name: p.account for name, p in self.peers.items() if isinstance(p, Shared) and p.account}
+            if accounts:
+                write_text(self.folder / "sharing.json", json.dumps(accounts, indent=1))
+            # The recipe comes last: a folder that has one has the rest.
+            write_text(self.folder / "recipe.toml", job.recipe.to_toml())
+            self.log.keep_until(step)
+            self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
+            yield
+
+    def finish(self) -> None:
+        """Write the trained posteriors."""
+        if not self.world.is_first:
+            return
+        self.learner.take_best()
+        for name, posterior in self.peers.items():
+            # Nobody goes on from here; checkpoints hold what training needs.
+            posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
+        self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
+        self.about["engine"] = self.learner.engine.name
+        self._describe()
+
+    def _describe(self) -> None:
+        write_text(self.folder / "run.json", json.dumps(self.about, indent=1))
+
+
+def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
+    """Train sessions side by side; return the errors of those that could not go on, by place."""
+    for session in sessions:  # nobody writes before everybody has looked
+        if not world.same(session.learner.position.step):
+            raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.opened())
+        errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
+        world.barrier()  # what was written is there for all
+    return errors
+
+
+def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:
+    recipe = job.recipe
+    nets = ", ".join(dict.fromkeys(peer.network for peer in recipe.peers))
+    count = len(recipe.peers)
+    peers = f"{count} peer{'s' if count > 1 else ''}"
+    text = f"{recipe.title} · {loaded.name} · {peers} · {nets} · {where} · seed {job.seed}"
+    return f"{text} · going on at step {step}" if step else text
