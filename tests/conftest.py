@@ -1,11 +1,14 @@
 """One thread a process: the tests run side by side, and results must not depend on who else is running."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import settings
 
 from peerbayes import terms
 from peerbayes.data import data_root
+from peerbayes.learning import engine
 from peerbayes.terms import registry
 
 torch.set_num_threads(1)
@@ -21,6 +24,15 @@ def user_term():
     yield terms.term
     registry._TERMS.clear()
     registry._TERMS.update(before)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compiling as far as the split into forward and backward, where things can go wrong; the rest is torch's."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    engine.compiled.cache_clear()
+    yield
+    engine.compiled.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from commands import QUIET, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Run, engine, load_data, load_recipe, packaged, train
+from peerbayes.learning import Learner, Recipe, Run, load_data, load_recipe, packaged, train
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import MeanField, Point, RankOne
@@ -196,9 +196,8 @@ def test_best_needs_something_to_judge_by():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch's tracer
 @pytest.mark.parametrize("kind", ["tdiv_sdiv", "conf_ods"])
-def test_compiled_and_eager_steps_of_a_distillation_agree(monkeypatch, kind):
-    # The tracing and the splitting into forward and backward are what can go wrong; code generation is torch's.
-    monkeypatch.setattr(engine, "compiled", functools.partial(torch.compile, backend="aot_eager", dynamic=False))
+@pytest.mark.usefixtures("traced")
+def test_compiled_and_eager_steps_of_a_distillation_agree(kind):
     stage = made_stage(1, 0.05, distil={"teachers": "one_to_one"}) | {"perturb": {"kind": kind}}
     found = {}
     for name in ("eager", "compiled"):

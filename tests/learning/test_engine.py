@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 
 import pytest
@@ -27,8 +26,8 @@ CHANGES = [
 ]
 
 
-def trained(name, tmp_path, reporter=None):
-    recipe = load_recipe("mutual/digits-ours", CHANGES)
+def trained(name, tmp_path, reporter=None, update="simultaneous"):
+    recipe = load_recipe("mutual/digits-ours", [*CHANGES, f"update={update}"])
     data = load_data(recipe)
     peers = {
         peer.name: build_peer(
@@ -43,11 +42,11 @@ def trained(name, tmp_path, reporter=None):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch's tracer
-def test_compiled_and_eager_steps_agree(tmp_path, monkeypatch):
-    # The tracing and the splitting into forward and backward are what can go wrong; code generation is torch's.
-    monkeypatch.setattr(engine, "compiled", functools.partial(torch.compile, backend="aot_eager", dynamic=False))
-    eager, eager_lines, _ = trained("eager", tmp_path)
-    compiled, lines, learner = trained("compiled", tmp_path)
+@pytest.mark.parametrize("update", ["simultaneous", "sequential"])
+@pytest.mark.usefixtures("traced")
+def test_compiled_and_eager_steps_agree(update, tmp_path):
+    eager, eager_lines, _ = trained("eager", tmp_path, update=update)
+    compiled, lines, learner = trained("compiled", tmp_path, update=update)
     assert learner.engine.name == "compiled"
     for name, posterior in eager.items():
         for key, tensor in posterior.state().items():
