@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from peerbayes.learning import Sweep
@@ -340,7 +340,9 @@ def _growth(axes: Any, lines: Mapping[str, Mapping[str, float | None]], label: s
     axes.set_yscale("log")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 20 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     if len(lines) > 1:
         axes.legend(frameon=False, fontsize=8)
