@@ -145,3 +145,11 @@ def plain_package_use(tree):
 def test_no_room_goes_through_the_package_itself():
     used = {attribute for path in FILES for attribute in plain_package_use(ast.parse(path.read_text()))}
     assert used <= {"__version__"}
+
+
+def test_the_guide_names_every_network_data_set_and_term():
+    # In a process of its own: other tests add networks and terms.
+    code = "import peerbayes as pb; print(*pb.networks.names(), *pb.data.names(), *pb.terms.names())"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text()
+    assert [name for name in names if f"`{name}`" not in guide] == []

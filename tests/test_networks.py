@@ -624,7 +624,8 @@ def test_a_users_function_is_a_network(tmp_path, monkeypatch):
     assert network.out_features == 10
     for path, message in {
         "door_pkg.nets:other": "'door_pkg.nets:other' can't be imported: .*other",
-        "door_pkg.absent:mine": "'door_pkg.absent:mine' can't be imported: .*absent",
+        "door_pkg.absent:mine": "'door_pkg.absent:mine' can't be imported: .*absent'$",
+        "no_pkg.nets:mine": "No module named 'no_pkg'; install it, or name its folder in PYTHONPATH$",
         "door_pkg.nets:wrong": "'door_pkg.nets:wrong' returned int, expected a torch.nn.Module",
         "door_pkg.nets:": "can't be imported",
         ":mine": "':mine' can't be imported",

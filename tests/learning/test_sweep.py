@@ -327,6 +327,7 @@ def test_other_bad_input_is_one_sentence(place, tmp_path, capsys):
     assert "mutual.alpha is a range" in refused(capsys, *words("--sampler", "grid"))
     assert "seeds '': expected whole numbers" in refused(capsys, *words("--seeds", ""))
     assert "validation must leave training images" in refused(capsys, *words("--validation", "100000"))
+    assert "--validation 1.5: expected a fraction below 1" in refused(capsys, *words("--validation", "1.5"))
     grid = ("--over", "mutual.alpha=1", "--trials", 3)
     assert "--trials is for --sampler tpe" in refused(capsys, place / "small.toml", *grid, "--out", tmp_path / "out")
     assert refused(capsys, place / "small.toml").endswith("see --help")

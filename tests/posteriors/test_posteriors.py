@@ -605,6 +605,7 @@ def test_all_tensors_follow_the_network_to_its_device():
         (nn.ReLU(), "ReLU has no trainable parameters"),
         (nn.Linear(2, 2).requires_grad_(False), "Linear has no trainable parameters"),
         (Point(nn.Linear(2, 2)), "posterior.*start_from"),
+        (3, "expected a network .*, got int"),
     ],
 )
 def test_a_network_that_cannot_be_used_is_one_clear_error(make, network, message):
@@ -617,6 +618,7 @@ def test_a_network_that_cannot_be_used_is_one_clear_error(make, network, message
     [
         ({"prior_std": 0.0}, "prior_std is 0.0"),
         ({"prior_std": math.nan}, "prior_std is nan"),
+        ({"rho": math.nan}, "rho is nan, expected a finite number"),
         ({"prior": "flat"}, "prior is 'flat'"),
         ({"noise": "uniform"}, "noise is 'uniform'"),
     ],

@@ -501,6 +501,16 @@ def test_a_checkpoint_of_another_codebook_takes_its_place():
     assert torch.equal(posterior.draw(HERE).flat, other.draw(HERE).flat)
 
 
+@pytest.mark.parametrize("bits", [32, 10])
+def test_another_posterior_may_start_from_its_file(bits, tmp_path):
+    posterior = Shared(odd(), odd_book(), bits=bits)
+    posterior.save(tmp_path / "p.safetensors")
+    expected = Posterior.load(tmp_path / "p.safetensors", odd()).materialise().state_dict()
+    found = MeanField(odd(seed=5), start_from=tmp_path / "p.safetensors").materialise().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_predict_and_materialise_work_as_for_every_posterior():
     posterior = Shared(net(), book())
     images = torch.rand(6, 2, 4, 4)

@@ -257,6 +257,12 @@ def test_one_seed_is_said_on_the_page(records):
     assert "(one seed: no spread)" not in reporting.report_page(records, "h", {})
 
 
+def test_one_draw_is_one_draw(records):
+    one, five = (reporting.report_page([{**record, "draws": n} for record in records], "h", {}) for n in (1, 5))
+    assert " 1 draw at test" in one
+    assert " 5 draws at test" in five
+
+
 def test_figures_draw_the_numbers(records):
     axes = figures.retention_figure(records).axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}

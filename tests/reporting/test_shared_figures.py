@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import shutil
 import statistics
 
 import numpy as np
@@ -278,6 +279,22 @@ def test_what_can_not_be_drawn_is_one_sentence(runs, tmp_path, capsys, words, se
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert sentence in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"peers": 3}, "evaluation.json: peers: input should be a valid list"),
+        ({"peers": [{"name": "net", "accuracy": 1.0, "nll": 0.1}]}, "evaluation.json: 'peers.0.ece' is missing"),
+    ],
+)
+def test_a_damaged_record_is_one_sentence(runs, tmp_path, capsys, record, sentence):
+    shutil.copytree(runs / "k4-seed0", tmp_path / "run")
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps(record))
+    code, out, err = verb(capsys, "bytes", tmp_path / "run", "--out", tmp_path / "x.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):

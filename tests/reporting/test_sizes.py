@@ -177,3 +177,10 @@ def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
     code, _, err = call(capsys, tmp_path)
     assert code == 2
     assert "neither a run folder nor a folder of runs" in err
+
+
+def test_a_weights_file_of_no_run_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, "plain.safetensors")
+    assert (code, out) == (2, "")
+    assert err == "peerbayes: plain.safetensors: not a weights file of a run (there is no recipe.toml beside it)\n"

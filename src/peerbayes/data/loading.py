@@ -262,7 +262,8 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
                 )
             return read_npz(place, want_train)
     hint = nearest(str(name), names())
-    raise InputError(f"no data set '{name}': not a known name, and neither {path} nor {base / path} exists{hint}")
+    looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
+    raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
 
 
 def _validation_split(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:

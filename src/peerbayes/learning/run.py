@@ -166,6 +166,8 @@ class Run(Mapping[str, Posterior]):
 def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
     path = Path(path).expanduser()
+    if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
+        raise InputError(f"{path}: not a weights file of a run (there is no recipe.toml beside it)")
     run = Run(path.parent if path.suffix == ".safetensors" else path)
     names = [name for name in run if path in (run.folder, run.weights_file(name))]
     if not names:

@@ -158,6 +158,8 @@ def _with_validation(
     recipe: str | Path, changes: Sequence[str], given: float | None, loaded: Loaded, reporter: Reporter
 ) -> list[str]:
     if given is not None:
+        if given > 1 and given % 1:
+            raise InputError(f"--validation {given}: expected a fraction below 1, or a whole number of training images")
         changes = [*changes, f"data.validation={int(given) if given >= 1 else given}"]
     if loaded(load_recipe(recipe, changes)).validation is not None:
         return list(changes)

@@ -131,7 +131,9 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     try:
         builder = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # a module may do anything while it is imported
-        raise InputError(f"network '{path}' can't be imported: {reason(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = "; install it, or name its folder in PYTHONPATH" if absent else ""
+        raise InputError(f"network '{path}' can't be imported: {reason(error)}{hint}") from error
     if not callable(builder):
         raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
     try:

@@ -77,6 +77,8 @@ class Posterior(nn.Module):
         self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
+        if not isinstance(network, nn.Module):
+            raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
         self.network = copy.deepcopy(network)
         first_names = _first_names(self.network)

@@ -68,6 +68,8 @@ class MeanField(Posterior):
         self.prior = prior
         self.noise = noise
         if gain is None:
+            if not math.isfinite(rho):
+                raise InputError(f"rho is {rho}, expected a finite number")
             spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
             self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
         elif gain > 0:

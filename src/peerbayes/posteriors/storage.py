@@ -145,8 +145,8 @@ def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a posterior's mean network as a plain state dict: ``mean/a.weight`` becomes ``a.weight``."""
-    parts = ((name.split("/", 1), tensor) for name, tensor in state.items())
-    return {name: tensor for (part, name), tensor in parts if part in {"mean", "rest", "network"}}
+    parts = ((name.partition("/"), tensor) for name, tensor in state.items())
+    return {name: tensor for (part, _, name), tensor in parts if name and part in {"mean", "rest", "network"}}
 
 
 def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from pydantic import Field
 
 from peerbayes.learning import Run
 from peerbayes.learning.run import read_json
@@ -17,9 +18,23 @@ from peerbayes.reporting.figures import COLOURS, MARKERS, panels
 from peerbayes.reporting.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reporting.records import Record, evaluate
 from peerbayes.reporting.tables import FIGURES, title
+from peerbayes.schema import Table
 
 NUMBERED = 4  # lines up to which their points say how many components they have
 Runs = Mapping[int, Run]  # of one setting, by seed
+
+
+class _Peer(Table):
+    name: str
+    accuracy: float
+    nll: float
+    ece: float
+
+
+class _Judged(Table):
+    """What the figure looks for in a record."""
+
+    peers: Annotated[list[_Peer], Field(min_length=1)]
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -54,6 +69,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
 def _record(run: Run, device: str, root: str | Path | None) -> Record:
     path = run.folder / "evaluation.json"
     record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
+    _Judged.parse(record, str(path))
     for peer in record["peers"]:  # records from before they held it
         peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
     return record

@@ -13,6 +13,7 @@ from torch import Tensor
 from peerbayes import evaluation
 from peerbayes.data import ArraySplit, Dataset, Split, corrupt, load_corrupted
 from peerbayes.data.corruptions import COMMON, SEVERITIES
+from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
 
@@ -79,7 +80,10 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
             images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
             make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
             parts = images.split(2500)
-            made = [make(part, first=2500 * place) for place, part in enumerate(parts)]
+            try:
+                made = [make(part, first=2500 * place) for place, part in enumerate(parts)]
+            except InputError as error:
+                raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
             yield name, ArraySplit(torch.cat(made), labels.cpu())
 
 

@@ -98,9 +98,10 @@ def _provenance(records: Sequence[Record]) -> list[str]:
         first = group[0]
         seconds = sum(r["seconds"] for r in group) / len(group)
         seeds = ", ".join(str(r["seed"]) for r in group)
+        draws = "1 draw" if first["draws"] == 1 else f"{first['draws']} draws"
         lines.append(
             f"{tables.title(first['method'])}: recipe {first['recipe']}, seeds {seeds}, {first['epochs']} epochs, "
-            f"{seconds:.1f} s a seed, {first['draws']} draws at test, ECE with {first['ece_bins']} bins"
+            f"{seconds:.1f} s a seed, {draws} at test, ECE with {first['ece_bins']} bins"
         )
     versions = records[0]["versions"]
     lines.append(f"{records[0]['hardware']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
