@@ -108,6 +108,8 @@ class Shared(Strict):
         smallest: weights of components with fewer are outliers.
         outliers: whether there are any.
         blend: whether weights far from their component mix two.
+        thrift: squared distance that a bit of the index may cost, in variances of all inliers, which also makes the
+            number of components; 0 counts no bits. See `peerbayes.sharing.thrifty`.
         bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
     """
 
@@ -119,11 +121,20 @@ class Shared(Strict):
     outliers: bool = True
     blend: bool = True
     em_steps: Annotated[int, Field(ge=0)] = 0
+    thrift: Annotated[float, Field(ge=0)] = 0.0
     merge: Merge = Merge()
     sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
     prior: Literal["anchored", "normal"] = "anchored"
     prior_std: PositiveFloat = 0.1
     bits: Literal[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32] = 10
+
+    @model_validator(mode="after")
+    def _thrift_is_alone(self) -> Shared:
+        if self.thrift and (self.components or self.em_steps):
+            raise ValueError(
+                "thrift makes the number of components and has no em_steps; leave out components or thrift"
+            )
+        return self
 
 
 class Peer(Strict):

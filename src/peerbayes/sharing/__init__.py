@@ -5,6 +5,7 @@ from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
 from peerbayes.sharing.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
 from peerbayes.sharing.merging import merge
 from peerbayes.sharing.outliers import blends, outliers
+from peerbayes.sharing.thrift import thrifty
 
 __all__ = [
     "Components",
@@ -22,5 +23,6 @@ __all__ = [
     "outliers",
     "share",
     "shared_weights",
+    "thrifty",
     "wasserstein2",
 ]

@@ -20,6 +20,7 @@ from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
 from peerbayes.sharing.outliers import blends, outliers
+from peerbayes.sharing.thrift import thrifty
 
 # Where no number is given: a component for so many inliers, so many components at least and at most, and so many
 # inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
@@ -39,6 +40,7 @@ class Sharing:
     outliers: bool = True
     blend: bool = True
     em_steps: int = 0
+    thrift: float = 0.0
     merge: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,8 +94,15 @@ def share(
     count = options.components or _components_for(len(inside))
     if count > len(inside):
         raise InputError(f"components is {count}, but there are only {len(inside)} weights that are no outliers")
-    centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
-    labels = nearest(points[inside], centres)[:, 0]
+    if options.thrift:
+        sizes = torch.tensor(layout.sizes, device=mean.device)
+        part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
+        worth = options.thrift * float(points[inside].var(0, correction=0).sum())
+        centres, labels = thrifty(points[inside], part, worth)
+        count = len(centres)
+    else:
+        centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
+        labels = nearest(points[inside], centres)[:, 0]
     found = components_of(points[inside], labels, count)
     lap("clustering")
     if options.em_steps:

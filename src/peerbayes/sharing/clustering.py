@@ -248,8 +248,12 @@ def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
 
 
 def _moved(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many points are nearest to each centre, and their moments; see `member_moments`."""
+    return member_moments(points, nearest(points, centres).squeeze(1), centres)
+
+
+def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many members each centre has, their mean, and their covariance; a centre without any stays."""
-    labels = nearest(points, centres).squeeze(1)
     order, size = _by_label(labels, len(centres))
     x, y = (points - centres[labels])[order].unbind(1)
     moments = _per(_sums(torch.stack([x, y, x * x, x * y, y * y], 1), size), size)

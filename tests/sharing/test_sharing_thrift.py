@@ -1,0 +1,100 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from peerbayes.errors import InputError
+from peerbayes.noise import Address
+from peerbayes.posteriors import MeanField
+from peerbayes.posteriors.index_codec import encode
+from peerbayes.sharing import Sharing, kmeans, nearest, share, thrifty
+
+
+def normal_points(n=200_000, scale=1.0, seed=0):
+    drawn = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    return torch.stack([drawn, torch.full_like(drawn, 1e-3)], 1)
+
+
+def distortion_and_bits(points, centres, labels, part):
+    """By counting, with NumPy."""
+    square = ((points - centres[labels]) ** 2).sum(1).numpy()
+    bits = np.zeros(len(points))
+    for one in np.unique(part):
+        here = labels.numpy()[part.numpy() == one]
+        share_of = np.bincount(here) / len(here)
+        bits[part.numpy() == one] = -np.log2(share_of[here])
+    return square.mean(), bits.mean()
+
+
+@pytest.mark.parametrize("worth", [1e-4, 1e-3, 1e-2])
+def test_a_gaussian_takes_a_quarter_of_a_bit_more_than_shannons_bound(worth):
+    points = normal_points()
+    centres, labels = thrifty(points, torch.zeros(len(points), dtype=torch.int64), worth)
+    distortion, bits = distortion_and_bits(points, centres, labels, torch.zeros(len(points), dtype=torch.int64))
+    bound = 0.5 * math.log2(1 / distortion)  # R(D) of a standard normal
+    assert bound < bits < bound + 0.5 * math.log2(2 * math.pi * math.e / 12) + 0.01
+    # What k-means needs for the same exactness.
+    count = round(2 ** (bound + 1))
+    plain = kmeans(points, count, Address(0, "test", "kmeans"))
+    theirs = distortion_and_bits(points, plain, nearest(points, plain)[:, 0], torch.zeros(len(points)).long())
+    assert theirs[1] - 0.5 * math.log2(1 / theirs[0]) > bits - bound
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 0.1), st.integers(0, 2)), min_size=1, max_size=60),
+    st.floats(1e-4, 1.0),
+)
+def test_no_step_makes_it_dearer_and_each_centre_is_the_mean_of_its_points(rows, worth):
+    points = torch.tensor([row[:2] for row in rows], dtype=torch.float64)
+    part = torch.tensor([row[2] for row in rows])
+    before = math.inf
+    for steps in range(5):
+        centres, labels = thrifty(points, part, worth, steps=steps)
+        assert labels.unique().tolist() == list(range(len(centres)))
+        for number, centre in enumerate(centres):
+            torch.testing.assert_close(points[labels == number].mean(0), centre)
+        distortion, bits = distortion_and_bits(points, centres, labels, part)
+        # Half a point more in every count keeps bits finite, and is all that may make a step a little dearer.
+        assert distortion + worth * bits <= before + worth * math.log2(1 + len(centres) / 2)
+        before = distortion + worth * bits
+
+
+def test_a_step_gives_every_point_its_cheapest_centre():
+    points = torch.cat([normal_points(400, 1.0, 1), normal_points(400, 0.2, 2)])
+    part, worth = torch.arange(2).repeat_interleave(400), 0.02
+    before, first = thrifty(points, part, worth, steps=0)
+    count = np.zeros((2, len(before))) + 0.5
+    np.add.at(count, (part.numpy(), first.numpy()), 1)
+    bits = -np.log2(count / count.sum(1, keepdims=True))
+    cost = ((points[:, None] - before) ** 2).sum(2).numpy() + worth * bits[part.numpy()]
+    after, labels = thrifty(points, part, worth, steps=1)
+    kept = np.unique(cost.argmin(1))
+    assert (kept[labels.numpy()] == cost.argmin(1)).all()
+    assert len(after) == len(kept)
+    assert (labels != first).any()
+
+
+def test_a_thrifty_codebook_takes_fewer_bytes_at_the_same_exactness():
+    network = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
+    for layer, scale in zip(network, (0.05, 0.01), strict=True):
+        nn.init.normal_(layer.weight, std=scale, generator=torch.Generator().manual_seed(0))
+    posterior, found = MeanField(network, gain=0.01, start_from=network), []
+    mean = torch.cat([layer.weight.detach().flatten() for layer in network])
+    for options in ({"components": 64}, {"thrift": 1e-3}):
+        book, account = share(posterior, Sharing(**options, outliers=False, blend=False, merge={"distance": 0}), None)
+        assert account["components"] == len(book.component)
+        error = (mean - book.component[book.label, 0]).square().mean().item()
+        found.append((len(encode(book.label, len(book.component), [60_000, 20_000])), error))
+    (plain_size, plain_error), (size, error) = found
+    assert size < 0.97 * plain_size
+    assert error < plain_error
+
+
+@pytest.mark.parametrize("worth", [0.0, -1.0, math.nan, math.inf])
+def test_a_bit_is_worth_something(worth):
+    with pytest.raises(InputError, match=r"worth is .*: expected a positive number"):
+        thrifty(normal_points(10), torch.zeros(10, dtype=torch.int64), worth)
