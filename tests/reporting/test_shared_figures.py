@@ -178,24 +178,41 @@ def test_figures_against_bytes_are_those_of_files_and_records(runs):
     assert drawn(figure) > 50
 
 
-def test_settings_are_told_apart_by_what_differs(tmp_path):
-    peer = {"name": "net", "network": "mlp", "start_from": "x.safetensors"}
-    for place, (count, threshold, seed) in enumerate([(9, 0.2, 0), (9, 0.2, 1), (5, 0.2, 0), (9, 0.4, 0), (9, 0.2, 0)]):
-        recipe = load_recipe("sharing/digits-resnet8-shared").model_dump(exclude_none=True)
-        recipe["peers"] = [peer | {"start_from": f"{place}.safetensors"}]
-        recipe["peers"][0]["posterior"] = {"kind": "shared", "components": count, "threshold": threshold}
-        folder = tmp_path / str(place)
-        folder.mkdir()
-        (folder / "recipe.toml").write_text(load_recipe("sharing/digits-resnet8-shared").parse(recipe, "x").to_toml())
-        (folder / "run.json").write_text(json.dumps({"seed": seed, "finished": True}))
-        (folder / "weights-net.safetensors").write_bytes(bytes(100 * place + 7))
+def written_codebooks(folder, *given):
+    """Write runs as far as the figure looks at them, in folders 0, 1, ...; the bytes grow by 100."""
+    usual = load_recipe("sharing/digits-resnet8-shared")
+    for place, (options, seed) in enumerate(given):
+        recipe = usual.model_dump(exclude_none=True)
+        posterior = {"kind": "shared"} | options
+        peer = {"name": "net", "network": "mlp", "start_from": f"{place}.safetensors", "posterior": posterior}
+        run = folder / str(place)
+        run.mkdir()
+        (run / "recipe.toml").write_text(usual.parse(recipe | {"peers": [peer]}, "x").to_toml())
+        (run / "run.json").write_text(json.dumps({"seed": seed, "finished": True}))
+        (run / "weights-net.safetensors").write_bytes(bytes(100 * place + 7))
+        (run / "sharing.json").write_text(json.dumps({"net": {"components_at_first": 50 - place}}))
         judged = {"name": "net", "accuracy": 0.9, "nll": 0.1, "ece": 0.01}
-        (folder / "evaluation.json").write_text(json.dumps({"peers": [judged]}))
+        (run / "evaluation.json").write_text(json.dumps({"peers": [judged]}))
+
+
+def lines_of(folder):
+    (experiment,) = against_bytes.size([folder])["experiments"]
+    return {line["label"]: [point["bytes"]["mean"] for point in line["points"]] for line in experiment["lines"]}
+
+
+def test_settings_are_told_apart_by_what_differs(tmp_path):
+    nine, five = ({"components": count, "threshold": 0.2} for count in (9, 5))
+    written_codebooks(tmp_path, (nine, 0), (nine, 1), (five, 0), (nine | {"threshold": 0.4}, 0), (nine, 0))
     same = groups.by_setting(groups.open_runs([tmp_path]))
     assert [[run.folder.name for run in group.values()] for group in same] == [["0", "1"], ["2"], ["3"], ["4"]]
-    (experiment,) = against_bytes.size([tmp_path])["experiments"]
-    found = {line["label"]: [point["bytes"]["mean"] for point in line["points"]] for line in experiment["lines"]}
-    assert found == {"threshold 0.2": [207, 57, 407], "threshold 0.4": [307]}
+    assert lines_of(tmp_path) == {"threshold 0.2": [207, 57, 407], "threshold 0.4": [307]}
+
+
+def test_codebooks_of_any_thrift_are_one_line_and_plain_ones_another(tmp_path):
+    written_codebooks(
+        tmp_path, ({"thrift": 0.1}, 0), ({"thrift": 0.2}, 0), ({"components": 9}, 0), ({"thrift": 0.3}, 0)
+    )
+    assert lines_of(tmp_path) == {"thrifty True": [307, 107, 7], "thrifty False": [207]}
 
 
 # ---- confidence -------------------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ class _Judged(Table):
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """Figures of the test split against the size of the weights file, over seeds; by network and data set.
 
-    Runs of shared weights form a line for all that differ in the number of components alone, from few to many; all
-    other runs are references. Figures are those of evaluation.json; a run without one is judged first.
+    Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
+    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is judged
+    first.
     """
     runs = open_runs(folders)
     records = {run.folder: _record(run, device, root) for run in runs}
@@ -85,7 +86,7 @@ def _codebook(group: Runs) -> Shared | None:
 
 
 def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
-    """Return a line for all settings that differ in the number of components alone, by that number."""
+    """Return a line for all settings that differ in the number of components, or in thrift, alone; by that number."""
     options = [_flat_options(group) for group in groups]
     told_apart = [key for key in differing(options) if key != "components"]
     lines: dict[str, list[Record]] = {}
@@ -102,7 +103,7 @@ def _flat_options(group: Runs) -> dict[str, Any]:
     codebook = _codebook(group)
     assert codebook is not None
     table = codebook.model_dump(exclude={"kind"})
-    merge = table.pop("merge")
+    merge, table["thrifty"] = table.pop("merge"), table.pop("thrift") > 0
     return (
         {"method": title(_first(group).recipe.method)} | table | {f"merge.{key}": value for key, value in merge.items()}
     )
@@ -136,7 +137,7 @@ def draw_size(found: Record) -> Figure:
             axes.set_title(f"{experiment['network']} · {experiment['dataset']}", fontsize=9)
         handles, labels = row[0].get_legend_handles_labels()
         row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle("Mean and standard error over seeds; small numbers: components asked for", fontsize=8)
+    figure.suptitle("Mean and standard error over seeds; small numbers: components, before any were merged", fontsize=8)
     return figure
 
 
