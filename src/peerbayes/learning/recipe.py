@@ -69,10 +69,15 @@ def packaged() -> dict[str, Path]:
     return {str(path.relative_to(root).with_suffix("").as_posix()): path for path in sorted(root.rglob("*.toml"))}
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by name or file, apply overrides such as ``stages.0.epochs=5``, and validate it."""
-    path, origin, name = _find(recipe)
-    table = _read(path, origin)
+def load_recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it."""
+    if isinstance(recipe, Recipe):
+        if not overrides:
+            return recipe
+        origin, name, table = f"recipe {recipe.name or recipe.title}", recipe.name, recipe.model_dump(exclude_none=True)
+    else:
+        path, origin, name = _find(recipe)
+        table = _read(path, origin)
     for override in overrides:
         change(table, override, origin)
     table.setdefault("name", name)
@@ -104,7 +109,10 @@ def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, An
     return base | table
 
 
-def _find(recipe: str | Path) -> tuple[Path, str, str]:
+def _find(recipe: Any) -> tuple[Path, str, str]:
+    if not isinstance(recipe, str | Path):
+        kind = type(recipe).__name__
+        raise InputError(f"recipe is of type {kind}, expected a name, a file or a Recipe (Recipe.parse makes one)")
     known = packaged()
     if str(recipe) in known:
         return known[str(recipe)], f"recipe {recipe}", str(recipe)

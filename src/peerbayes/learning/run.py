@@ -189,14 +189,17 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
         vocabulary: a run's, for texts; by default one is built from the training split.
     """
     options = recipe.data
-    loaded = data_room.load(
-        options.name,
-        root=root,
-        validation=options.validation,
-        size=options.size,
-        text=None if options.text is None else TextOptions(**options.text.model_dump()),
-        vocabulary=vocabulary,
-    )
+    try:
+        loaded = data_room.load(
+            options.name,
+            root=root,
+            validation=options.validation,
+            size=options.size,
+            text=None if options.text is None else TextOptions(**options.text.model_dump()),
+            vocabulary=vocabulary,
+        )
+    except InputError as error:
+        raise InputError(f"data.{error}" if str(error).startswith("validation ") else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
@@ -231,9 +234,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        hardware = f"{platform.machine()} CPU, {_threads(torch.get_num_threads())}"
     versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"hardware": hardware, "versions": versions}
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def write_text(path: Path, text: str) -> None:
