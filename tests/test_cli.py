@@ -240,12 +240,12 @@ BAD_SETTINGS = {
     "unknown timm network": (change("peers.0.network=timm/nothing-at-all"), "nothing-at-all"),
     "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
     "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
-    "too much validation": (change("data.validation=60"), "validation must leave training images"),
-    "missing data": (change("data.name=cifar10"), "data set not found: looked for "),
+    "too much validation": (change("data.validation=60"), "data.validation must leave training images: got 60, "),
+    "missing data": (change("data.name=cifar10"), "name another data root by --data-root "),
     "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
     "layer": (
         change("stages.0.terms.feature_diversity={layers=['hidden', 'lnear']}"),
-        "has no layer 'lnear'; did you mean 'linear'?",
+        "stages.0.terms.feature_diversity.layers: MLP has no layer 'lnear'; did you mean 'linear'?",
     ),
     "missing start": (change("peers.0.start_from=nowhere"), "start_from 'nowhere' is neither a recipe, a run folder"),
     "missing start file": (change("peers.0.start_from=no.safetensors"), "no.safetensors: no such file"),
@@ -272,7 +272,7 @@ def test_peers_of_different_shape_are_refused_by_tensor(place, tmp_path, capsys)
     words = change("peers.0.network=resnet8")
     found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
     assert re.fullmatch(
-        r"term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
+        r"stages.0: term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
         r"and no such tensor in 'b'",
         found,
     )
@@ -440,6 +440,8 @@ def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, caps
     printed = capsys.readouterr()
     assert end.value.code == 1
     assert printed.err.startswith("peerbayes: term 'likelihood' of peer 'a' became ")
+    assert "checkpoint" not in printed.err  # there is none
+    assert not list((tmp_path / "run").glob("checkpoint*"))
     assert printed.err.count("\n") == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import peerbayes as pb
+from commands import refused
 from peerbayes import cli
 from peerbayes.learning import load_recipe, train
 from peerbayes.learning.run import load_data
@@ -171,6 +172,14 @@ def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, c
     assert sentence in found
     assert len(found.strip().splitlines()) == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_more_components_than_weights_are_refused_before_a_network_gets_its_scales(field, tmp_path, capsys):
+    change = ("--set", "peers.0.posterior.components=1000000")
+    found = refused(capsys, "compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *change, *QUIET)
+    size = shared_weights(field["net"])[0].size
+    assert found == f"peer 'net': posterior.components is 1000000, but there are only {size} weights to share"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_point_can_not_be_shared_directly(field, tmp_path):

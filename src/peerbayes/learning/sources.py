@@ -33,6 +33,10 @@ class Job:
     folder: Path
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InputError(f"seed is {self.seed!r}, expected a whole number that is 0 or more")
+
 
 def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
     """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
@@ -65,7 +69,13 @@ def _shared(
     network = networks.build(peer.network, network_inputs(loaded))
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": peer.name}
     if source is None:
-        return Shared(network, **how).to(device)
+        blank = Shared(network, **how).to(device)
+        if options.components > blank.layout.size:
+            raise InputError(
+                f"peer '{peer.name}': posterior.components is {options.components}, but there are only "
+                f"{blank.layout.size} weights to share"
+            )
+        return blank
     posterior = Posterior.load(source, network).to(device)
     if not isinstance(posterior, MeanField):
         raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
