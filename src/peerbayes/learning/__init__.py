@@ -1,7 +1,7 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
 from peerbayes.errors import PeerbayesWarning, TrainingError
-from peerbayes.learning.compressing import kind_of, recipe_from, source_weights, weights_of
+from peerbayes.learning.compressing import compress, compression, source_weights
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.how import How
@@ -26,17 +26,17 @@ __all__ = [
     "Sweep",
     "TrainingError",
     "check_jobs",
+    "compress",
+    "compression",
     "default_folder",
     "distill",
     "environment",
     "fit",
     "joined",
-    "kind_of",
     "load",
     "load_data",
     "load_recipe",
     "packaged",
-    "recipe_from",
     "recipe_into",
     "restarted",
     "save_networks",
@@ -44,5 +44,4 @@ __all__ = [
     "sweep",
     "train",
     "train_jobs",
-    "weights_of",
 ]
