@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import tomllib
 from collections.abc import Sequence
@@ -135,9 +136,14 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
-    parts = path.split(".")
+    parts = keys(path)
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
     _put(table, parts, value, f"{origin}: --set {override}")
+
+
+def keys(path: str) -> list[str]:
+    """Return the keys of a path such as ``stages.0.epochs``; one with a point in it stands in double quotes."""
+    return next(csv.reader([path], delimiter="."))
 
 
 def _put(node: Any, parts: list[str], value: Any, origin: str) -> None:
