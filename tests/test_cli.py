@@ -427,6 +427,15 @@ def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained,
     assert "run.json: not valid JSON" in refused(capsys, "evaluate", unfinished)
 
 
+def test_evaluate_tells_runs_apart_and_takes_none_twice(source, place, tmp_path, capsys):
+    for name in ("one", "two"):
+        shutil.copytree(source, tmp_path / name)
+    table = called("evaluate", tmp_path, "--device", "cpu")
+    assert [line.split("  ")[0] for line in table.splitlines()[1:3]] == ["DNN (one)", "DNN (two)"]
+    again = tmp_path / "one" / ".." / "one"
+    assert refused(capsys, "evaluate", tmp_path, again, "--device", "cpu") == f"{again}: stands there twice"
+
+
 def test_evaluate_refuses_damaged_weights(trained, tmp_path, capsys):
     run = Path(shutil.copytree(trained[0], tmp_path / "run"))
     path = run / "weights-b.safetensors"

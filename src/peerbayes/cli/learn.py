@@ -145,7 +145,7 @@ def _train_and_show(
         records.append(judge(done, how["device"], loaded))
         reporting.write_report(done, records[-1])
     if records:
-        show(records, as_json, many=many)
+        show(records, as_json, many, folders=[done.folder for done in finished])
     for error in failed.values():
         print(f"peerbayes: {error}", file=sys.stderr)
     if failed:

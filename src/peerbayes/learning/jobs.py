@@ -78,7 +78,7 @@ def fit(
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root)
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
-        posterior.seed, posterior.name = seed, name
+        posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)
     if not _is_finished(job, reporter):

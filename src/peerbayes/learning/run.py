@@ -142,7 +142,9 @@ class Run(Mapping[str, Posterior]):
                 raise KeyError(peer)
             if not self.finished:
                 raise InputError(f"{self.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
-            self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
+            posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
+            if self.about.get("inputs") is not None:
+                posterior.input_shape = tuple(self.about["inputs"]["shape"])
         return self._loaded[peer]
 
     def _network(self, peer: str) -> nn.Module:
