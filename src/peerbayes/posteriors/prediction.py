@@ -178,8 +178,7 @@ def _check_images(posterior: Posterior, images: Any) -> None:
         low, high = (float(end) for end in images.aminmax())
         if low < 0 or high > 1:
             warnings.warn(
-                f"images have values from {low:.4g} to {high:.4g}, expected uint8 or [0, 1]: networks normalise by "
-                "themselves",
+                f"images have values from {low:.4g} to {high:.4g}, expected uint8 or [0, 1], as in training",
                 PeerbayesWarning,
                 stacklevel=5,
             )
