@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 import peerbayes
 from commands import QUIET, called, change, contents, ended, process, refused, save_npz, write_small
 from peerbayes import cli, networks
-from peerbayes.learning import Recipe, load_recipe, packaged
+from peerbayes.learning import Recipe, Run, load_recipe, packaged
+from peerbayes.learning.space import parse_axes
 from peerbayes.posteriors import storage
 
 
@@ -236,16 +238,25 @@ BAD_SETTINGS = {
     "wrong type": (change("stages.0.epochs=many"), "stages.0.epochs: input should be a valid integer"),
     "negative alpha": (change("stages.0.terms.mutual.alpha=-1"), "stages.0.terms.mutual.alpha: "),
     "unknown term": (change("stages.0.terms.mutul={}"), "there is no term 'mutul'; did you mean 'mutual'?"),
+    "term that is not importable": (
+        change("stages.0.terms.nowhere:penalty={}"),
+        "stages.0.terms: term 'nowhere:penalty' can't be imported: No module named 'nowhere'; install it, or name its "
+        "folder in PYTHONPATH",
+    ),
+    "function that is no term": (
+        change('stages.0.terms."os.path:join"={}'),
+        "term 'os.path:join' is not one: put @peerbayes.term above the function",
+    ),
     "unknown network": (change("peers.0.network=mpl"), "there is no network 'mpl'; did you mean 'mlp'?"),
     "unknown timm network": (change("peers.0.network=timm/nothing-at-all"), "nothing-at-all"),
     "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
     "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
-    "too much validation": (change("data.validation=60"), "validation must leave training images"),
-    "missing data": (change("data.name=cifar10"), "data set not found: looked for "),
+    "too much validation": (change("data.validation=60"), "data.validation must leave training images: got 60, "),
+    "missing data": (change("data.name=cifar10"), "name another data root by --data-root "),
     "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
     "layer": (
         change("stages.0.terms.feature_diversity={layers=['hidden', 'lnear']}"),
-        "has no layer 'lnear'; did you mean 'linear'?",
+        "stages.0.terms.feature_diversity.layers: MLP has no layer 'lnear'; did you mean 'linear'?",
     ),
     "missing start": (change("peers.0.start_from=nowhere"), "start_from 'nowhere' is neither a recipe, a run folder"),
     "missing start file": (change("peers.0.start_from=no.safetensors"), "no.safetensors: no such file"),
@@ -272,7 +283,7 @@ def test_peers_of_different_shape_are_refused_by_tensor(place, tmp_path, capsys)
     words = change("peers.0.network=resnet8")
     found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
     assert re.fullmatch(
-        r"term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
+        r"stages.0: term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
         r"and no such tensor in 'b'",
         found,
     )
@@ -416,6 +427,15 @@ def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained,
     assert "run.json: not valid JSON" in refused(capsys, "evaluate", unfinished)
 
 
+def test_evaluate_tells_runs_apart_and_takes_none_twice(source, place, tmp_path, capsys):
+    for name in ("one", "two"):
+        shutil.copytree(source, tmp_path / name)
+    table = called("evaluate", tmp_path, "--device", "cpu")
+    assert [line.split("  ")[0] for line in table.splitlines()[1:3]] == ["DNN (one)", "DNN (two)"]
+    again = tmp_path / "one" / ".." / "one"
+    assert refused(capsys, "evaluate", tmp_path, again, "--device", "cpu") == f"{again}: stands there twice"
+
+
 def test_evaluate_refuses_damaged_weights(trained, tmp_path, capsys):
     run = Path(shutil.copytree(trained[0], tmp_path / "run"))
     path = run / "weights-b.safetensors"
@@ -440,6 +460,8 @@ def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, caps
     printed = capsys.readouterr()
     assert end.value.code == 1
     assert printed.err.startswith("peerbayes: term 'likelihood' of peer 'a' became ")
+    assert "checkpoint" not in printed.err  # there is none
+    assert not list((tmp_path / "run").glob("checkpoint*"))
     assert printed.err.count("\n") == 1
 
 
@@ -557,6 +579,46 @@ def test_a_network_that_cannot_take_the_images_is_one_sentence(place, tmp_path):
             overrides=["data.validation=0"],
         )
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- a term of one's own ------------------------------------------------------------------------------------------
+
+TERM = """
+import peerbayes as pb
+
+@pb.term
+def penalty(step, peer, *, weight: float = 0.1):
+    log_p = step.logits(peer).log_softmax(-1)
+    return weight * FACTOR * (log_p.exp() * log_p).sum(-1).mean()
+"""
+
+
+def test_a_term_of_ones_own_is_named_by_its_module(place, tmp_path, capsys, monkeypatch, user_term):
+    package = tmp_path / "ours"
+    package.mkdir()
+    for name, factor in (("plain", "1"), ("mirrored", "-1")):  # one name in two modules
+        (package / f"{name}.py").write_text(TERM.replace("FACTOR", factor))
+    monkeypatch.syspath_prepend(tmp_path)
+    given = change('stages.0.terms={likelihood={}, "ours.plain:penalty"={}, "ours.mirrored:penalty"={weight=0.3}}')
+    given += change('stages.*.terms."ours.plain:penalty".weight=0.3')
+    called("train", place / "source.toml", "--run", tmp_path / "run", *given, *QUIET)
+    for line in Run(tmp_path / "run").metrics:
+        terms = line["peers"]["only"]["terms"]
+        assert terms["ours.plain:penalty"] == pytest.approx(-terms["ours.mirrored:penalty"])
+        assert terms["ours.plain:penalty"] < -0.1
+    (axis,) = parse_axes(['"ours.plain:penalty".weight=0.1,0.2'], Run(tmp_path / "run").recipe)
+    (changed,) = load_recipe(tmp_path / "run/recipe.toml", axis.overrides(0.2)).stages
+    assert changed.terms["ours.plain:penalty"] == {"weight": 0.2}
+    called("evaluate", tmp_path / "run", "--device", "cpu")
+    # On a machine that has not the module.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ours"]:
+        monkeypatch.delitem(sys.modules, name)
+    package.rename(tmp_path / "gone")
+    found = refused(capsys, "evaluate", tmp_path / "run", "--device", "cpu")
+    assert found.endswith(
+        "term 'ours.plain:penalty' can't be imported: No module named 'ours'; install it, or name its folder in "
+        "PYTHONPATH"
+    )
 
 
 # ---- several runs at once ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import peerbayes
 ROOT = Path(peerbayes.__file__).parent
 ROOMS = [
     "errors",
+    "importing",
     "noise",
     "schema",
     "divergences",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         terms,
     )
     from peerbayes.errors import InputError
-    from peerbayes.learning import Recipe, Run, distill, fit, load, load_recipe, train
+    from peerbayes.learning import Recipe, Run, compress, distill, fit, load, load_recipe, train
     from peerbayes.networks import network
     from peerbayes.noise import Address
     from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, RankOne, Shared, Weights
@@ -44,6 +44,7 @@ _HOMES = {
     "Run": "learning",
     "Step": "terms",
     "Weights": "posteriors",
+    "compress": "learning",
     "distill": "learning",
     "evaluate": "reporting",
     "fit": "learning",
@@ -79,6 +80,7 @@ __all__ = [
     "Shared",
     "Step",
     "Weights",
+    "compress",
     "data",
     "distill",
     "divergences",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -11,13 +12,26 @@ class InputError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the last good checkpoint is kept. The command line exits with code 1."""
+    """Training cannot go on; the last good checkpoint, if there is one, is kept. The command line exits with code 1."""
+
+
+class PeerbayesWarning(UserWarning):
+    """Something that is gone on with, but that a person should know."""
+
+
+@contextlib.contextmanager
+def within(place: str) -> Iterator[None]:
+    """Put the place, a recipe's key say, before what an `InputError` inside the block says."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known word, or the list of known words."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(known)}" if known else ""

@@ -33,9 +33,16 @@ class Strict(Table):
     def _known_keys(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields:
-                text = f"has no key '{key}'{nearest(str(key), cls.model_fields)}"
+                text = f"has no key '{key}'{cls._hint(str(key), given)}"
                 raise PydanticCustomError("unknown_key", "{text}", {"text": text})
         return given
+
+    @classmethod
+    def _hint(cls, key: str, given: dict[str, Any]) -> str:
+        near = nearest(key, cls.model_fields)
+        absent = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
+        # Where a key that has to be there is not, an optional one that looks alike was hardly meant: all are listed.
+        return near if not absent or any(f"'{name}'" in near for name in absent) else nearest("", cls.model_fields)
 
 
 def nested(error: ValidationError, place: str, given: Any) -> PydanticCustomError:

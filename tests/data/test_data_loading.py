@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from peerbayes import noise
-from peerbayes.data import ArraySplit, batches, data_root, load, load_images, names, order
+from peerbayes.data import ArraySplit, batches, data_root, from_arrays, load, load_images, names, order
 from peerbayes.data.splits import held_out, measure
 from peerbayes.errors import InputError
 
@@ -132,6 +132,44 @@ def test_own_validation_split_under_either_name(tmp_path):
         assert found.validation.labels.tolist() == [0, 1, 0]
         assert bool((rows(found.validation) == 9).all())
         assert found.class_names == ("no", "yes")
+
+
+def test_arrays_in_memory_are_split_and_measured_as_those_of_a_file(tmp_path):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (50, 5, 5, 3), dtype=np.uint8), np.arange(50) % 4
+    np.savez(tmp_path / "own.npz", train_images=images, train_labels=labels)
+    stored, made = load(tmp_path / "own.npz", validation=0.2), from_arrays((images, labels), validation=0.2)
+    assert (made.name, made.classes, made.shape) == ("arrays", stored.classes, stored.shape)
+    assert (made.mean, made.std) == (stored.mean, stored.std)
+    for one, two in zip((stored.train, stored.validation, stored.test), (made.train, made.validation, made.test)):
+        assert torch.equal(one.images, two.images)
+        assert torch.equal(one.labels, two.labels)
+    grey = torch.rand(6, 5, 5)
+    pairs = from_arrays((grey, [0, 1, 2] * 2), (grey[:2], [1, 1]), (grey[2:3], [2]), names="abc", name="grey")
+    assert (pairs.name, pairs.class_names, pairs.shape) == ("grey", ("a", "b", "c"), (1, 5, 5))
+    assert torch.equal(pairs.test.images[:, 0], grey[:2])
+    assert pairs.validation.labels.tolist() == [2]
+
+
+ZEROS = np.zeros((4, 5, 5), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train": ZEROS}, r"train is of type ndarray, expected a pair \(images, labels\)"),
+        ({"train": (ZEROS, [0, 1])}, "train_labels: 2 labels for 4 images"),
+        ({"train": (ZEROS, [0, 1, 3, 3])}, "train_labels has no image of class 2: number the classes from 0"),
+        ({"train": (ZEROS, [0, 1, 2, 1]), "names": "ab"}, "train_labels: labels must be below 2"),
+        ({"train": (ZEROS + 0.5 + 1, [0, 1, 0, 1])}, r"train_images: float images must be in \[0, 1\]"),
+        ({"train": (ZEROS, [0, 1, 0, 1]), "test": (ZEROS, [0, 1, 2, 1])}, "test_labels: labels must be below 2"),
+        ({"train": (ZEROS, [0, 1, 0, 1]), "test": (ZEROS[:, :4], [0] * 4)}, "arrays: test images have shape"),
+        ({"train": (ZEROS, [[0], [1, 2]])}, "train: can't be made an array"),
+    ],
+)
+def test_arrays_that_are_no_data_are_one_sentence(given, message):
+    with pytest.raises(InputError, match=message):
+        from_arrays(**given)
 
 
 def test_images_without_labels(tmp_path):

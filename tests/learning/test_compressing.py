@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from learners import same
 
 import peerbayes as pb
+from commands import refused
 from peerbayes import cli
 from peerbayes.learning import load_recipe, train
 from peerbayes.learning.run import load_data
@@ -93,6 +95,50 @@ def test_compress_from_the_command_line_makes_a_smaller_file_that_predicts_the_s
     images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
     before, after = ((p.predict(images, 20).classes == labels).float().mean() for p in (field["net"], run["net"]))
     assert after > before - 0.02
+    again = pb.compress(field, run=tmp_path / "python", overrides=["stages.0.epochs=1"], device="cpu")
+    assert same(again.state(), run["net"].state())
+
+
+@pytest.mark.parametrize("kind", ["run", "posterior", "scaled posterior"])
+def test_a_network_of_ones_own_is_compressed_from_python(tmp_path, kind):
+    images = torch.rand(90, 6, 6, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(90) % 3
+    images[torch.arange(90), 2 * labels] += 1
+    data = pb.data.from_arrays((images / 2, labels))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3))
+    scaled = kind == "scaled posterior"
+    peer = pb.MeanField(net, rho=-6.0) if scaled else pb.Point(net)
+    quick = ["stages.0.epochs=30", "stages.0.optimizer={name='adam', lr=0.01}", "data.batch_size=24"]
+    run = pb.fit({"a": peer}, data=data, recipe="sharing/digits-resnet8-dnn", run=tmp_path / "own", overrides=quick)
+    few = ["stages.0.epochs=1", "peers.0.posterior.smallest=2", "data.batch_size=24"]
+    how = {"components": 20, "data": data, "overrides": few}
+    if kind != "run":
+        how["run"] = tmp_path / "own-shared"
+    small = pb.compress(run if kind == "run" else run["a"], **how)
+    assert isinstance(small, Shared)
+    assert len(small.component) <= 20
+    assert (tmp_path / "own-shared-stage1").exists() == (not scaled)
+    again = pb.load(tmp_path / "own-shared", networks={"net": net})["net"]
+    assert same(again.state(), small.state())
+    before, after = (p.predict(data.test.images, 20).classes for p in (peer, small))
+    assert (before == data.test.labels).float().mean() > 0.9
+    assert (before == after).float().mean() > 0.9
+
+
+def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
+    own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
+        pb.compress(own, run=tmp_path / "x")
+    with pytest.raises(pb.InputError, match="components is 700, but there are only 640 weights to share"):
+        pb.compress(own, data="digits", run=tmp_path / "x", components=700)
+    with pytest.raises(pb.InputError, match="data is for a posterior"):
+        pb.compress(field, data="digits", run=tmp_path / "x")
+    with pytest.raises(pb.InputError, match="compress has no option 'component'; did you mean 'components'"):
+        pb.compress(field, component=3)
+    with pytest.raises(pb.InputError, match=r"peers\.0\.posterior\.components: .*, got -1"):
+        pb.compress(field, components=-1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compress_of_a_point_trains_scales_first(field, tmp_path, capsys):
@@ -171,6 +217,14 @@ def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, c
     assert sentence in found
     assert len(found.strip().splitlines()) == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_more_components_than_weights_are_refused_before_a_network_gets_its_scales(field, tmp_path, capsys):
+    change = ("--set", "peers.0.posterior.components=1000000")
+    found = refused(capsys, "compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *change, *QUIET)
+    size = shared_weights(field["net"])[0].size
+    assert found == f"peer 'net': posterior.components is 1000000, but there are only {size} weights to share"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_point_can_not_be_shared_directly(field, tmp_path):

@@ -323,6 +323,15 @@ def test_a_student_learns_what_its_teachers_know(tmp_path):
     assert divergence(found) < 0.2 * divergence(small(9))
 
 
+def test_a_run_brings_the_data_that_its_student_learns(teachers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = networks.build("mlp", networks.Inputs(10, (1, 8, 8), (0.3,), (0.4,)))
+    pb.distill(teachers, net, recipe="distillation/kd", overrides=["stages.0.epochs=1"], seed=3)
+    run = Run("runs/distillation-kd-seed3")
+    assert run.recipe.data.model_copy(update={"classes": 10}) == teachers.recipe.data
+    assert (run.seed, run.finished) == (3, True)
+
+
 def test_random_factors_of_a_student_follow_the_seed(tmp_path):
     still = ["stages.0.epochs=1", "stages.0.optimizer={name='sgd', lr=1e-30}", "peers.0.posterior.factors=random"]
     found = []
@@ -359,6 +368,21 @@ def test_teachers_with_another_input_shape_are_refused_in_python(tmp_path):
 def test_a_single_teacher_is_refused_in_python(tmp_path, kind):
     with pytest.raises(InputError, match=f"perturb '{kind}' compares teachers, but there is only one"):
         distil(tmp_path, Point(small()), recipe="distillation/latentbe", changes=[f"stages.0.perturb.kind={kind}"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"data": None}, "data is missing: posteriors do not know what they have learnt; name it, or give a run"),
+        ({"seed": "x"}, "seed is 'x', expected a whole number that is 0 or more"),
+        ({"recipes": "x"}, "distill has no option 'recipes'; did you mean 'recipe'"),
+        ({"engine": "fast"}, "engine is 'fast', expected auto, eager"),
+    ],
+)
+def test_options_that_distill_can_not_use_are_one_sentence(tmp_path, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        distil(tmp_path, Point(small()), **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -521,7 +545,7 @@ def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
         capsys, tmp_path, runs["resnet"], runs["resnet again"], *words, *change("stages.0.perturb.kind=ods")
     )
     assert found == (
-        "term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
+        "stages.0: term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
     )  # fmt: skip
 
 
@@ -560,8 +584,8 @@ def test_a_recipe_without_teachers_is_refused(runs, tmp_path, capsys):
     ("setting", "sentence"),
     [
         ("stages.0.perturb={kind='tdiv'}", "perturb 'tdiv' needs teachers, but the recipe has none"),
-        ("stages.0.terms.distil={}", "term 'distil' needs teachers, but the recipe has none"),
-        ("stages.0.terms.proxy_end2={}", "term 'proxy_end2' needs teachers, but the recipe has none"),
+        ("stages.0.terms.distil={}", "stages.0: term 'distil' needs teachers, but the recipe has none"),
+        ("stages.0.terms.proxy_end2={}", "stages.0: term 'proxy_end2' needs teachers, but the recipe has none"),
     ],
 )
 def test_learning_from_nobody_is_refused(tmp_path, capsys, setting, sentence):

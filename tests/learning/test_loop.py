@@ -493,7 +493,8 @@ def test_a_term_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
     cohort = peers(kind=MeanField)
     recipe = made_recipe(stage(3, {"likelihood": {}, "moody": {}}), update=update)
     learner = Learner(recipe, cohort, made_data(), 0, save=save, checkpoint_every=3)
-    with pytest.raises(TrainingError, match=r"term 'moody' of peer 'b' became (nan|inf) at step 6 \(epoch 2\)"):
+    sentence = r"term 'moody' of peer 'b' became (nan|inf) at step 6 \(epoch 2\); the last good checkpoint is kept: "
+    with pytest.raises(TrainingError, match=sentence):
         learner.run()
     tensors, about, complaints = checkpoints.read_newest(tmp_path)
     assert about["position"]["step"] == 6
@@ -507,11 +508,28 @@ def test_weights_that_are_not_finite_never_reach_a_checkpoint(tmp_path):
     learner = Learner(made_recipe(stage()), peers("a"), made_data(), 0, save=lambda *found: saved.append(found))
     with torch.no_grad():
         learner.peers["a"].mean[3] = math.nan
-    with pytest.raises(
-        TrainingError, match=r"'peer/a/mean/.*' is not finite at step 0; the last good checkpoint is kept"
-    ):
+    with pytest.raises(TrainingError, match=r"'peer/a/mean/.*' is not finite at step 0$"):
         learner.checkpoint()
     assert saved == []
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_checkpoint_is_said_to_be_kept_where_there_is_one(resumed):
+    saved = []
+    recipe = made_recipe(stage())
+    learner = Learner(recipe, peers("a"), made_data(), 0, save=lambda *found: saved.append(found))
+    learner.checkpoint()
+    if resumed:
+        learner = Learner(recipe, peers("a"), made_data(), 0)
+        learner.restore(*saved[0])
+    with torch.no_grad():
+        learner.peers["a"].mean[3] = math.nan
+    with pytest.raises(TrainingError, match=r"is not finite at step 0; the last good checkpoint is kept$"):
+        learner.checkpoint()
+    with pytest.raises(
+        TrainingError, match=r"became nan at step 0 \(epoch 1\); the last good checkpoint is kept: lower"
+    ):
+        learner.run()
 
 
 def test_a_network_with_other_classes_is_refused_before_training():
@@ -523,7 +541,11 @@ def test_a_network_with_other_classes_is_refused_before_training():
 
 def test_a_layer_that_is_not_there_is_named_before_training():
     given = {"likelihood": {}, "feature_diversity": {"layers": ["first", "secnd"]}}
-    with pytest.raises(InputError, match=r"Small has no layer 'secnd'; did you mean 'second'\?"):
+    key = r"^stages\.1\.terms\.feature_diversity"
+    with pytest.raises(InputError, match=key + r"\.layers: Small has no layer 'secnd'; did you mean 'second'\?"):
+        Learner(made_recipe(stage(), stage(1, given)), peers(), made_data(), 0)
+    given["feature_diversity"]["layers"] = ["first"]
+    with pytest.raises(InputError, match=key + ": feature fusion needs at least 2 layers, got 1"):
         Learner(made_recipe(stage(), stage(1, given)), peers(), made_data(), 0)
 
 

@@ -94,6 +94,15 @@ UNKNOWN = {
         lambda t: t["stages"][0]["terms"]["mutual"].update(temprature=2.0),
         "stages.0.terms.mutual has no key 'temprature'; did you mean 'temperature'?",
     ),
+    "from, where layers has to be": (
+        lambda t: t["stages"][1]["terms"].update(feature_diversity={"from": ["stage2", "stage3"]}),
+        "stages.1.terms.feature_diversity has no key 'from'; known: attention, distance, form, fusion, kernel, layers, "
+        "pool, scale, weight",
+    ),
+    "scale": (
+        lambda t: t["peers"][0]["posterior"].update(scale=-3.0),
+        "peers.0.posterior has no key 'scale'; known: gain, kind, noise, prior, prior_std, rho",
+    ),
     "draw": (lambda t: t["evaluation"].update(draw=3), "evaluation has no key 'draw'; did you mean 'draws'?"),
 }
 
@@ -255,6 +264,22 @@ def test_bad_override_is_one_sentence(override, pattern):
     with pytest.raises(InputError, match=pattern) as caught:
         load_recipe(OURS, [override])
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_loaded_already_takes_overrides_too():
+    recipe = load_recipe(OURS)
+    assert load_recipe(recipe) is recipe
+    changed = load_recipe(recipe, ["stages.*.epochs=5"])
+    assert [stage.epochs for stage in changed.stages] == [5, 5]
+    assert changed == load_recipe(OURS, ["stages.*.epochs=5"])
+    with pytest.raises(InputError, match=rf"^recipe {OURS}: stages.0 has no key 'epoch'; did you mean 'epochs'\?$"):
+        load_recipe(recipe, ["stages.0.epoch=5"])
+
+
+@pytest.mark.parametrize("given", [None, 3, {"title": "x"}])
+def test_what_is_no_recipe_is_one_sentence(given):
+    with pytest.raises(InputError, match=f"recipe is of type {type(given).__name__}, expected a name, a file or"):
+        load_recipe(given)
 
 
 def test_settings_cannot_be_changed_after_loading():

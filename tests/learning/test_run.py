@@ -4,9 +4,10 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from commands import QUIET, called, change, refused, write_small
-from peerbayes.learning import Run, load_recipe, train
+from peerbayes.learning import Run, environment, load_recipe, train
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")
 
@@ -65,6 +66,12 @@ def test_what_run_json_does_not_say_is_named(runs, capsys, key):
 
 
 # ---- metrics.jsonl ------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_is_no_threads(monkeypatch):
+    for count, words in ((1, "CPU, 1 thread"), (2, "CPU, 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert environment(torch.device("cpu"))["hardware"].endswith(words)
 
 
 def test_a_last_line_that_a_kill_cut_short_is_passed_over(runs):

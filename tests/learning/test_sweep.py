@@ -304,12 +304,12 @@ BAD = {
     "no validation": (["data.validation=200,0"], "setting data.validation=0: there is no validation split to "
                       "rank it by; set data.validation above 0"),
     "no validation at an end": (["data.validation=0:99"], "setting data.validation=0: there is no validation split"),
-    "no images left at an end": (["data.validation=9:9999"], "setting data.validation=9999: validation must leave "
+    "no images left at an end": (["data.validation=9:9999"], "setting data.validation=9999: data.validation must leave "
                                  "training images: got 9999, digits has 1297"),
     "network": (["peers.0.network=mlp,nope"], "setting peers.0.network=nope: there is no network 'nope'"),
     "a later one": (["peers.0.network=mlp,resnet8", "stages.0.terms.weight_diversity.weight=1"],
-                    "setting peers.0.network=resnet8, stages.0.terms.weight_diversity.weight=1: term "
-                    "'weight_diversity' needs peers of equal shape"),
+                    "setting peers.0.network=resnet8, stages.0.terms.weight_diversity.weight=1: stages.0: "
+                    "term 'weight_diversity' needs peers of equal shape"),
 }  # fmt: skip
 
 

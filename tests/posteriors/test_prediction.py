@@ -10,7 +10,7 @@ from torch import nn
 
 from peerbayes import networks
 from peerbayes.data import ArraySplit
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, prediction
 from peerbayes.posteriors.prediction import _Referee
@@ -259,6 +259,46 @@ def test_replay_gives_the_weights_of_a_draw_again():
 def test_impossible_requests_are_one_clear_error(count, options, message):
     with pytest.raises(InputError, match=message):
         posterior().predict(images(count), **options)
+
+
+# ---- images that are none -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_images_of_another_shape_than_the_network_has_learnt_are_one_sentence(known):
+    found, colour = posterior(), torch.rand(2, 3, 4, 4)
+    if not known:
+        with pytest.raises(RuntimeError):
+            found.predict(colour, draws=1)
+        return
+    found.input_shape = (1, 4, 4)
+    words = r"^the network can't take images of shape \(3, 4, 4\), it has learnt those of shape \(1, 4, 4\): .+$"
+    with pytest.raises(InputError, match=words):
+        found.predict(colour, draws=1)
+    with pytest.raises(InputError, match=r"images have shape \(1, 4, 4\), expected \(N, 1, 4, 4\)"):
+        found.predict(images(1)[0], draws=1)
+    assert found.predict(images(2), 1).classes.shape == (2,)
+
+
+def test_a_network_may_take_images_that_it_has_not_learnt():
+    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    found = Point(network)
+    found.input_shape = (1, 4, 4)
+    large = torch.rand(2, 1, 9, 9)
+    torch.testing.assert_close(found.predict(large).probabilities, network(large).softmax(-1).detach())
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(255, 0), (4, -2)])
+def test_images_that_were_scaled_or_normalised_are_warned_of(scale, shift):
+    with pytest.warns(PeerbayesWarning, match=r"images have values from .* to .*, expected uint8 or \[0, 1\]") as told:
+        posterior().predict(images() * scale + shift, draws=2)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_arrays_are_no_tensors():
+    with pytest.raises(InputError, match="images are of type ndarray, expected a tensor"):
+        posterior().predict(images().numpy())
 
 
 # ---- draws at once --------------------------------------------------------------------------------------------------

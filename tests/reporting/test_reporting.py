@@ -172,6 +172,26 @@ def test_a_second_run_of_the_same_recipe_and_seed_is_not_lost(records):
     assert found["DML (2)", "scratch"].cells[0] == "50.00"
 
 
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["runs/a", "runs/b"], ["DNN (a)", "DNN (b)"]),
+        (["x/run", "y/run"], ["DNN (x/run)", "DNN (y/run)"]),
+        (["x/seed1", "y/seed1"], ["DNN (x)", "DNN (y)"]),
+        (["x/seed1", "x/seed2"], ["DNN (x/seed1)", "DNN (x/seed2)"]),
+    ],
+)
+def test_runs_of_one_method_are_told_apart_by_their_folders(folders, names):
+    given = [record("dnn", 1, (0.9,), settings=place, folder=place) for place in folders]
+    assert [row.method for row in tables.rows(given)] == names
+    assert tables.differences(given)[0].startswith(f"{names[1]} − {names[0]}, ")
+    other = record("dnn", 1, (0.9,), recipe="another", folder="elsewhere/c")  # of another recipe, as short a name
+    assert [row.method for row in tables.rows([given[0], other])][1] == "DNN (c)"
+    assert [row.method for row in tables.rows([given[0], record("ours", 1, (0.9,), folder="z")])] == ["DNN", "Ours"]
+    seeds = [record("dnn", seed, (0.9,), folder=f"runs/a-seed{seed}") for seed in (1, 2, 3)]
+    assert tables.rows([*seeds, given[0] | {"settings": "b"}])[0].method == "DNN (a-seed1 … a-seed3)"
+
+
 # ---- the page and its figures -----------------------------------------------------------------------------------
 
 

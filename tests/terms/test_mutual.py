@@ -122,7 +122,7 @@ def test_a_graph_with_an_unknown_peer_is_refused_by_name_before_anything_is_trai
     with pytest.raises(InputError) as caught:
         learner({"likelihood": {}, "mutual": {"graph": graph}}, names=("scratch", "pretrained"))
     assert str(caught.value) == (
-        "term 'mutual': the graph has a teacher 'pretraned' who is no peer; did you mean 'pretrained'?"
+        "stages.0: term 'mutual': the graph has a teacher 'pretraned' who is no peer; did you mean 'pretrained'?"
     )
     with pytest.raises(InputError, match="lets peer 'a' learn from itself"):
         value(batch("ab"), "a", graph=[{"teacher": "a", "student": "a"}])

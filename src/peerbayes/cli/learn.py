@@ -145,7 +145,7 @@ def _train_and_show(
         records.append(judge(done, how["device"], loaded))
         reporting.write_report(done, records[-1])
     if records:
-        show(records, as_json, many=many)
+        show(records, as_json, many, folders=[done.folder for done in finished])
     for error in failed.values():
         print(f"peerbayes: {error}", file=sys.stderr)
     if failed:
@@ -200,19 +200,11 @@ def compress(
     """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
     from peerbayes import learning
 
-    weights = learning.weights_of(run)
-    folder = out or weights.parent.with_name(f"{weights.parent.name}-shared")
+    *before, job = learning.compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
-    if learning.kind_of(weights) == "mean_field":
-        job = learning.Job(learning.recipe_from(into, weights, changes), folder, seed)
-        _train_and_show([job], False, as_json, quiet, resume, **how)
-        return
-    scaled = folder.with_name(f"{folder.name}-stage1")
-    before = learning.Job(learning.recipe_from(first, weights), scaled, seed)
-    start = scaled / f"weights-{before.recipe.peers[0].name}.safetensors"
-    job = learning.Job(learning.recipe_from(into, weights, changes, start), folder, seed)
-    learning.check_jobs([job], resume=resume, **how)
-    _train_and_show([job], False, as_json, quiet, resume, [before], **how)
+    if before:
+        learning.check_jobs([job], resume=resume, **how)
+    _train_and_show([job], False, as_json, quiet, resume, before, **how)
 
 
 def sweep(

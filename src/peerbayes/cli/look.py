@@ -65,6 +65,9 @@ def evaluate(
     from peerbayes import learning, reporting
 
     folders = [folder for given in runs for folder in reporting.find_runs(given)]
+    for place, folder in enumerate(folders):
+        if any(folder.resolve() == other.resolve() for other in folders[:place]):
+            raise InputError(f"{folder}: stands there twice")
     how = {"draws": draws, "settle": settle, "out_of_distribution": ood or None, "corrupted": corrupted}
     loaded, records = learning.Loaded(data_root), []
     for run in map(learning.Run, folders):
@@ -74,7 +77,7 @@ def evaluate(
                 reporting.write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
-    show(records, as_json, len(records) > 1, calibrated)
+    show(records, as_json, len(records) > 1, calibrated, folders)
 
 
 def size(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,14 +29,17 @@ def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
     return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
-def show(records: list[Record], as_json: bool, many: bool, calibrated: bool = False) -> None:
-    """Print records as a table or as JSON: a list of them where there may be many."""
+def show(
+    records: list[Record], as_json: bool, many: bool, calibrated: bool = False, folders: Sequence[Path] = ()
+) -> None:
+    """Print records as a table or as JSON: a list of them where there may be many; ``folders`` tell rows apart."""
     from peerbayes import reporting
 
     if as_json:
         typer.echo(json.dumps(records if many else records[0], indent=1))
         return
-    typer.echo(reporting.text_table(records, calibrated))
+    placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
+    typer.echo(reporting.text_table(placed or records, calibrated))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

@@ -3,7 +3,7 @@
 from peerbayes.data.augmentation import AUGMENTATIONS, augment, to_unit
 from peerbayes.data.corruptions import CORRUPTIONS, corrupt, load_corrupted
 from peerbayes.data.feeding import Feed, Placement, feed
-from peerbayes.data.loading import Dataset, load, load_images, load_outside, load_texts, names
+from peerbayes.data.loading import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
 from peerbayes.data.perturbation import gaussian_step, guidance, pair, step_along
 from peerbayes.data.sources import data_root
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
@@ -25,6 +25,7 @@ __all__ = [
     "corrupt",
     "data_root",
     "feed",
+    "from_arrays",
     "gaussian_step",
     "guidance",
     "load",

@@ -14,16 +14,27 @@ Where data is looked for: the ``root`` argument, else the environment variable `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from peerbayes import noise
 from peerbayes.data.corpora import Corpus, Texts, is_corpus, read_corpus
-from peerbayes.data.sources import READERS, Source, Stored, data_root, read_folder, read_npz
+from peerbayes.data.sources import (
+    READERS,
+    Source,
+    Stored,
+    array_split,
+    count_classes,
+    data_root,
+    read_folder,
+    read_npz,
+)
 from peerbayes.data.splits import ArraySplit, Split, held_out, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, nearest
@@ -118,6 +129,52 @@ def load(
         return _text_data(name, found, validation, text, vocabulary)
     if text is not None or vocabulary is not None:
         raise InputError(f"{name} holds images: leave out the options of text")
+    return _image_data(name, found, validation, size)
+
+
+def from_arrays(
+    train: tuple[Any, Any],
+    test: tuple[Any, Any] | None = None,
+    validation: tuple[Any, Any] | int | float = 0,
+    *,
+    names: Sequence[str] | None = None,
+    name: str = "arrays",
+) -> Dataset:
+    """Make a data set of images in memory, as :func:`load` makes one of an ``.npz`` file.
+
+    Args:
+        train: images (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or float in [0, 1], and integer labels (N,):
+            numpy arrays, tensors, or what numpy makes arrays of.
+        test: as ``train``; without it a fixed fifth of ``train`` is held out.
+        validation: as ``train``, or how many images (or which fraction) to hold out of ``train``.
+        names: of the classes; by default they are numbered, from 0 without gaps.
+        name: of the data set, in tables.
+    """
+    classes = None if names is None else len(names)
+    split = _array_split("train", train, classes)
+    classes = classes or count_classes(split, "train_labels")
+    own, count = (None, validation) if isinstance(validation, int | float) else (validation, 0)
+    found = Source(
+        split,
+        None if test is None else _array_split("test", test, classes),
+        None if own is None else _array_split("validation", own, classes),
+        classes=classes,
+        class_names=None if names is None else tuple(map(str, names)),
+    )
+    return replace(_image_data(name, found, count, None), name=name)
+
+
+def _array_split(part: str, given: Any, classes: int | None) -> ArraySplit:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(f"{part} is of type {type(given).__name__}, expected a pair (images, labels)")
+    try:
+        images, labels = (one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given)
+    except (TypeError, ValueError) as error:  # bfloat16, say, or rows of different lengths
+        raise InputError(f"{part}: can't be made an array ({error})") from None
+    return array_split(images, labels, part, classes)
+
+
+def _image_data(name: str | Path, found: Source, validation: int | float, size: int | None) -> Dataset:
     parts: tuple[Stored, Stored | None, Stored]
     parts = _splits(name, found.train, found.validation, found.test, validation)
     train, own, test = parts

@@ -78,7 +78,7 @@ def find(root: Path, places: Sequence[str], archive: str) -> Path:
             return root / place
     looked = ", ".join(str(root / place) for place in places)
     raise InputError(f"data set not found: looked for {looked}; get {archive} and put it there (archives unpacked), or "
-                     "name another data root by the root option or PEERBAYES_DATA")  # fmt: skip
+                     "name another data root by --data-root (root in Python) or PEERBAYES_DATA")  # fmt: skip
 
 
 def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source:
@@ -101,19 +101,14 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
     def split(prefix: str) -> ArraySplit | None:
         if f"{prefix}_images" not in arrays:
             return None
-        stored = arrays[f"{prefix}_images"]
-        images = formats.image_tensor(stored, f"{path}: {prefix}_images")
-        rows = torch.arange(len(images)) if isinstance(stored, np.memmap) else None
         key = f"{prefix}_labels"
-        if key not in arrays:
-            if want_train:
-                raise InputError(f"{path}: no key '{key}' beside '{prefix}_images'")
-            return ArraySplit(images, rows=rows)
-        return ArraySplit(images, formats.label_tensor(arrays[key], f"{path}: {key}", len(images), classes), rows)
+        if key not in arrays and want_train:
+            raise InputError(f"{path}: no key '{key}' beside '{prefix}_images'")
+        return array_split(arrays[f"{prefix}_images"], arrays.get(key), f"{path}: {prefix}", classes)
 
     train = split("train")
     if want_train and classes is None:
-        classes = _count_classes(train, path)
+        classes = count_classes(train, f"{path}: train_labels")
     return Source(
         train, split("test"), split("validation") or split("val"), classes=classes or 0, class_names=class_names
     )
@@ -125,15 +120,27 @@ def _class_names(array: formats.Array, path: Path) -> tuple[str, ...]:
     return tuple(item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array)
 
 
-def _count_classes(train: ArraySplit | None, path: Path) -> int:
+def array_split(
+    images: formats.Array, labels: formats.Array | None, where: str, classes: int | None = None
+) -> ArraySplit:
+    """Return checked arrays as a split; ``where`` is put before ``_images`` and ``_labels`` in messages."""
+    found = formats.image_tensor(images, f"{where}_images")
+    rows = torch.arange(len(found)) if isinstance(images, np.memmap) else None
+    if labels is None:
+        return ArraySplit(found, rows=rows)
+    return ArraySplit(found, formats.label_tensor(labels, f"{where}_labels", len(found), classes), rows)
+
+
+def count_classes(train: ArraySplit | None, where: str) -> int:
+    """Return the number of classes, each of which must have an image to train on."""
     assert train is not None
     assert train.labels is not None
     present = train.labels.unique()
     classes = int(present[-1]) + 1
     if len(present) < classes:
         absent = int((present != torch.arange(len(present))).nonzero()[0])
-        raise InputError(f"{path}: train_labels has no image of class {absent}: number the classes from 0 without "
-                         "gaps, or name them all under the key 'names'")  # fmt: skip
+        raise InputError(f"{where} has no image of class {absent}: number the classes from 0 without gaps, or give a "
+                         "name to each as 'names'")  # fmt: skip
     return classes
 
 

@@ -1,13 +1,13 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
-from peerbayes.errors import TrainingError
-from peerbayes.learning.compressing import kind_of, recipe_from, source_weights, weights_of
+from peerbayes.errors import PeerbayesWarning, TrainingError
+from peerbayes.learning.compressing import compress, compression, source_weights
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.how import How
 from peerbayes.learning.jobs import Loaded, check_jobs, fit, train, train_jobs
 from peerbayes.learning.loop import Learner
-from peerbayes.learning.progress import ConsoleReporter, PeerbayesWarning, Reporter
+from peerbayes.learning.progress import ConsoleReporter, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, environment, load, load_data
 from peerbayes.learning.sources import Job
@@ -26,17 +26,17 @@ __all__ = [
     "Sweep",
     "TrainingError",
     "check_jobs",
+    "compress",
+    "compression",
     "default_folder",
     "distill",
     "environment",
     "fit",
     "joined",
-    "kind_of",
     "load",
     "load_data",
     "load_recipe",
     "packaged",
-    "recipe_from",
     "recipe_into",
     "restarted",
     "save_networks",
@@ -44,5 +44,4 @@ __all__ = [
     "sweep",
     "train",
     "train_jobs",
-    "weights_of",
 ]

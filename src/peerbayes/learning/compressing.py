@@ -4,11 +4,138 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.learning.folder import refuse_occupied
+from peerbayes.learning.how import refuse_unknown
+from peerbayes.learning.jobs import check_jobs, fit, train_jobs
+from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, load_recipe
-from peerbayes.learning.run import Run, peers_at
-from peerbayes.learning.sources import Job, is_trained, source_of
+from peerbayes.learning.run import Run, default_folder, load_data, peers_at
+from peerbayes.learning.settings import CUSTOM
+from peerbayes.learning.settings import MeanField as MeanFieldOptions
+from peerbayes.learning.settings import Shared as SharedOptions
+from peerbayes.learning.sources import Job, blank_shared, is_trained, require_seed, shared_of, source_of
+from peerbayes.posteriors import MeanField, Posterior
+
+RECIPE, FIRST = "sharing/shared", "sharing/stage1"
+
+
+def compress(
+    source: Run | Posterior | str | Path,
+    *,
+    components: int | None = None,
+    data: str | Path | Dataset | None = None,
+    run: str | Path | None = None,
+    into: str | Path = RECIPE,
+    first: str | Path = FIRST,
+    seed: int = 0,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Posterior:
+    """Let the weights of a trained network share a small codebook of Gaussians, train that, and return it.
+
+    Args:
+        source: a run with one peer, its folder, or a weights file of a run; or a trained posterior, such as a peer of a
+            run. What has no scales (a point, say) gets them first, in a run beside, ``RUN-stage1``.
+        components: of the codebook at first; by default the recipe's, which leaves it to the number of weights.
+        data: a data set, or what `peerbayes.data.load` takes. A run knows its own; a posterior does not.
+        run: the run folder; by default ``RUN-shared`` of a run, ``runs/RECIPE-seedN`` of a posterior.
+        into: recipe of the shared weights; its name or file.
+        first: recipe that gives a network scales.
+        seed: seed of everything random.
+        overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
+        resume: go on with an interrupted run.
+        reporter: is told what happens; silent by default.
+        how: see `How`.
+    """
+    refuse_unknown(how, compress)
+    require_seed(seed)
+    changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *overrides]
+    own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
+    if own is not None:
+        if isinstance(source, Run):
+            data, run = data or source.recipe.data.name, run or _beside(source.folder)
+        if data is None:
+            raise InputError("data is missing: a posterior does not know what it has learnt; name it, or give a run")
+        folder = Path(run or default_folder(str(into), seed))
+        told: dict[str, Any] = {"data": data, "seed": seed, "reporter": reporter, **how}
+        return _compressed(own, folder, load_recipe(into, changes), load_recipe(first), resume, told)
+    if data is not None:
+        raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
+    place = source.folder if isinstance(source, Run) else Path(str(source))
+    *before, job = compression(place, into, first, changes, None if run is None else Path(run), seed)
+    if before:
+        check_jobs([job], resume=resume, **how)
+        train_jobs(before, resume=True, reporter=reporter, **how)
+    (done,) = train_jobs([job], resume=resume, reporter=reporter, **how)
+    return done[job.recipe.peers[0].name]
+
+
+def compression(
+    run: Path, into: str | Path, first: str | Path, changes: Sequence[str], folder: Path | None, seed: int
+) -> list[Job]:
+    """Return what is trained to compress a run: scales, where it has none, and then the codebook.
+
+    Args:
+        run: a run folder, or a weights file of a run.
+        into: recipe of the shared weights.
+        first: recipe of the scales.
+        changes: of the recipe ``into``.
+        folder: of the shared weights; by default ``RUN-shared``.
+        seed: of both.
+    """
+    weights = weights_of(run)
+    folder = folder or _beside(weights.parent)
+    if kind_of(weights) == "mean_field":
+        return [Job(recipe_from(into, weights, changes), folder, seed)]
+    before = Job(recipe_from(first, weights), _before(folder), seed)
+    start = before.folder / f"weights-{before.recipe.peers[0].name}.safetensors"
+    return [before, Job(recipe_from(into, weights, changes, start), folder, seed)]
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-shared")
+
+
+def _before(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-stage1")
+
+
+def _of_ones_own(run: Run) -> Posterior | None:
+    """Return the only peer of a run, where its network came from Python and no recipe could build it again."""
+    (name, *others) = run
+    return run[name] if not others and run.recipe.peers[0].network == CUSTOM else None
+
+
+def _compressed(
+    posterior: Posterior, folder: Path, recipe: Recipe, first: Recipe, resume: bool, told: dict[str, Any]
+) -> Posterior:
+    """Compress a posterior that no recipe could build again; ``told`` is what both fits are told."""
+    peer, scaled, seed = recipe.peers[0], first.peers[0].posterior, told["seed"]
+    if len(recipe.peers) != 1 or not isinstance(peer.posterior, SharedOptions):
+        raise InputError(f"recipe {recipe.name}: expected one peer, whose weights are shared")
+    if not isinstance(scaled, MeanFieldOptions):
+        raise InputError(f"recipe {first.name}: expected a mean_field posterior")
+    network = posterior.materialise()
+    blank_shared(network, peer.posterior, seed, peer.name)
+    if not resume:
+        refuse_occupied(Job(recipe, folder, seed), resume)
+    if not isinstance(posterior, MeanField):
+        posterior = MeanField(network, seed=seed, name=peer.name, **scaled.model_dump(exclude={"kind"}))
+        done = fit({peer.name: posterior}, recipe=first, run=_before(folder), resume=True, **told)
+        posterior = done[peer.name].to(posterior.device)
+        assert isinstance(posterior, MeanField)
+    data = told["data"]
+    if not isinstance(data, Dataset):
+        named = recipe.data.model_copy(update={"name": str(data), "classes": None})
+        data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
+    shared = shared_of(posterior, network, peer.posterior, data, seed, peer.name)
+    return fit({peer.name: shared}, recipe=recipe, run=folder, resume=resume, **told)[peer.name]
 
 
 def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), start: Path | None = None) -> Recipe:
@@ -24,6 +151,11 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
     if len(base.peers) != 1:
         raise InputError(f"recipe {recipe}: expected one peer, which starts from the run")
     run, (name, *_) = peers_at(source)
+    if next(peer.network for peer in run.recipe.peers if peer.name == name) == CUSTOM:
+        raise InputError(
+            f"{run.folder}: peer '{name}' has a network of your own; open the run from Python, and give "
+            f"peerbayes.compress its posterior"
+        )
     table = base.model_dump(exclude_none=True)
     table["data"] = run.recipe.data.model_dump(exclude_none=True)
     table["peers"][0] |= {

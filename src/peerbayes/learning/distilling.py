@@ -10,21 +10,23 @@ from torch import nn
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import fit
 from peerbayes.learning.recipe import Recipe, change, load_recipe
-from peerbayes.learning.run import Run, peers_at
+from peerbayes.learning.run import Run, default_folder, peers_at
+from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 RECIPE = "distillation/latentbe"
 
 
 def distill(
-    teachers: Iterable[Posterior | Run],
+    teachers: Posterior | Run | Iterable[Posterior | Run],
     into: nn.Module,
     *,
-    data: str | Path | Dataset,
-    run: str | Path,
-    recipe: str | Path = RECIPE,
+    data: str | Path | Dataset | None = None,
+    run: str | Path | None = None,
+    recipe: str | Path | Recipe = RECIPE,
     overrides: Sequence[str] = (),
     **how: Any,
 ) -> nn.Module:
@@ -33,22 +35,32 @@ def distill(
     Args:
         teachers: trained posteriors, or runs, all of whose peers teach. Of Bayesian ones every step takes new draws.
         into: the network that learns; it is not changed.
-        data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind.
-        run: the run folder.
+        data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind. By
+            default the data of the first run among the teachers; a posterior does not know what it has learnt.
+        run: the run folder; by default ``runs/RECIPE-seedN``.
         recipe: of the student; by default it has one rank-one member a teacher, and is their average.
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
         how: what `fit` takes besides.
     """
-    found: list[Any] = [peer for one in teachers for peer in (one.values() if isinstance(one, Run) else [one])]
+    refuse_unknown(how, distill, fit)
+    require_seed(how.get("seed", 0))
+    given = [teachers] if isinstance(teachers, Posterior | Run) else list(teachers)
+    found: list[Any] = [peer for one in given for peer in (one.values() if isinstance(one, Run) else [one])]
     if not found:
         raise InputError("there are no teachers to distil")
     for one in found:
         if not isinstance(one, Posterior):
             name = type(one).__name__
             raise InputError(f"a teacher is a {name}, expected a posterior or a run; wrap a network in Point(...)")
-    chosen = load_recipe(recipe, overrides)
+    chosen = load_recipe(recipe)
+    if data is None:
+        learnt = next((one.recipe.data for one in given if isinstance(one, Run)), None)
+        if learnt is None:
+            raise InputError("data is missing: posteriors do not know what they have learnt; name it, or give a run")
+        chosen, data = chosen.model_copy(update={"data": learnt}), learnt.name
+    chosen = load_recipe(chosen, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:
-        raise InputError(f"recipe {recipe}: expected one peer and a [teachers] table")
+        raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
     kind = chosen.peers[0].posterior
     options = kind.model_dump(exclude={"kind", "members"})
     if kind.kind == "rank_one":
@@ -60,7 +72,8 @@ def distill(
     elif kind.kind == "point":
         student = Point(into)
     else:
-        raise InputError(f"recipe {recipe}: a student can't be of kind '{kind.kind}'")
+        raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
+    run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
     device = own if own.type != "cpu" else found[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from peerbayes.data import Placement
+from peerbayes.errors import InputError, nearest
 from peerbayes.learning.distribution import ALONE, World
-from peerbayes.learning.engine import STREAMS, TEACHERS, Name, pick
+from peerbayes.learning.engine import ENGINES, STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.sources import Job
@@ -47,6 +49,16 @@ class How:
     world: World = ALONE
     synchronise: bool = False
 
+    def __post_init__(self) -> None:
+        allowed = {"engine": ("auto", *ENGINES), "precision": get_args(Precision), "placement": get_args(Placement)}
+        for name, words in allowed.items():
+            if getattr(self, name) not in words:
+                raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(words)}")
+        for name in ("checkpoint_every", "pack"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise InputError(f"{name} is {number!r}, expected a whole number above 0")
+
     def place(self) -> torch.device:
         """Return the device."""
         return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
@@ -78,6 +90,15 @@ class How:
         if self.world.size > 1:
             pack = 1  # gradients of several runs would meet in one buffer
         return [jobs[i : i + pack] for i in range(0, len(jobs), pack)]
+
+
+def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:
+    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called."""
+    own = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
+    known = {*own, *(field.name for field in fields(How))}
+    for option in options:
+        if option not in known:
+            raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, known)}")
 
 
 class _Mute(Reporter):

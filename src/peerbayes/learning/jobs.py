@@ -15,7 +15,7 @@ from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import refuse_occupied
-from peerbayes.learning.how import How
+from peerbayes.learning.how import How, refuse_unknown
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, load_data, read_json
@@ -50,7 +50,8 @@ def fit(
 
     Args:
         peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
-        data: a data set, or what `peerbayes.data.load` takes; it takes the place of the recipe's.
+        data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
+            takes the place of the recipe's.
         recipe: a recipe, its name or its file.
         run: the run folder.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
@@ -60,7 +61,9 @@ def fit(
         reporter: is told what happens; silent by default.
         how: see `How`.
     """
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    refuse_unknown(how, fit)
+    _check_given(peers, data)
+    found, settings = load_recipe(recipe, overrides), How(**how)
     given = [
         {"name": name, "network": CUSTOM, "posterior": {"kind": posterior.kind, **posterior.options()}}
         for name, posterior in peers.items()
@@ -71,12 +74,11 @@ def fit(
     table["data"].pop("classes", None)
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
-    settings = How(**how)
+    job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root)
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
-        posterior.seed, posterior.name = seed, name
-    job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
+        posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)
     if not _is_finished(job, reporter):
@@ -88,11 +90,27 @@ def fit(
     return Run(run, networks_by_peer)
 
 
+def _check_given(peers: Any, data: Any) -> None:
+    if not isinstance(peers, Mapping):
+        raise InputError(f"peers is of type {type(peers).__name__}, expected posteriors by name")
+    owners: dict[int, str] = {}
+    for name, posterior in peers.items():
+        if not isinstance(posterior, Posterior):
+            kind = type(posterior).__name__
+            raise InputError(f"peer '{name}' is a {kind}, expected a posterior; wrap a network in Point(...)")
+        if (other := owners.setdefault(id(posterior), name)) != name:
+            raise InputError(f"peers '{other}' and '{name}' are one and the same posterior; give each its own")
+    if not isinstance(data, str | Path | Dataset):
+        kind = type(data).__name__
+        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
+
+
 def train(
-    recipe: Recipe,
+    recipe: str | Path | Recipe,
     run: str | Path,
     *,
     seed: int = 0,
+    overrides: Sequence[str] = (),
     resume: bool = False,
     reporter: Reporter | None = None,
     **how: Any,
@@ -100,14 +118,17 @@ def train(
     """Train a recipe into a run folder; sources that its peers start from are trained first if they are missing.
 
     Args:
-        recipe: a validated recipe.
+        recipe: a recipe, its name or its file.
         run: the run folder.
         seed: seed of everything random.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
         reporter: is told what happens; silent by default.
         how: see `How`.
     """
-    return train_jobs([Job(recipe, Path(run), seed)], resume=resume, reporter=reporter, **how)[0]
+    refuse_unknown(how, train)
+    job = Job(load_recipe(recipe, overrides), Path(run), seed)
+    return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
 
 def train_jobs(
@@ -128,6 +149,7 @@ def train_jobs(
             others have ended.
         how: see `How`.
     """
+    refuse_unknown(how, train_jobs)
     settings = How(**how)
     reporter = settings.voice(reporter)
     jobs = [_completed(job) for job in jobs]

@@ -35,8 +35,11 @@ class Looks:
         self.recipe, self.peers, self.data, self.seed, self.world = recipe, peers, data, seed, world
         self.best: dict[str, dict[str, Tensor]] = {}  # of each peer at its best epoch of this stage
 
-    def judge(self, peer: str, step: int, epoch: int) -> dict[str, float]:
-        """Return accuracy and NLL on the validation split and, where that is asked for, on the test split."""
+    def judge(self, peer: str, step: int, epoch: int, kept: str = "") -> dict[str, float]:
+        """Return accuracy and NLL on the validation split and, where that is asked for, on the test split.
+
+        ``kept`` is what an error says of checkpoints.
+        """
         splits = {"valid": self.data.validation, "test": self.data.test if self._tests_at(epoch) else None}
         found = {}
         for kind, split in splits.items():
@@ -49,8 +52,8 @@ class Looks:
                 bad = bool(log_p.isnan().any())
             if self.world.any(bad):  # all give up together
                 raise TrainingError(
-                    f"predictions of peer '{peer}' became nan at step {step} (epoch {epoch}); the last good checkpoint "
-                    "is kept: lower the learning rate"
+                    f"predictions of peer '{peer}' became nan at step {step} (epoch {epoch}){kept}: lower the learning "
+                    "rate"
                 )
             if first:
                 found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.data import Dataset, Placement, feed
-from peerbayes.errors import InputError, TrainingError, reason
+from peerbayes.errors import InputError, TrainingError, reason, within
 from peerbayes.learning.cohort import Cohort
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
@@ -86,6 +86,7 @@ class Learner:
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
+        self._kept = False  # whether there is a checkpoint to go back to
         self.feed = feed(
             data.train, recipe.data.batch_size, seed, self.device, placement=placement, part=(world.rank, world.size)
         )
@@ -107,7 +108,7 @@ class Learner:
         self._keys: list[list[str]] = [[] for _ in recipe.stages]  # names of figures by stage
         for number in range(len(recipe.stages)):
             self._begin_stage(number)
-            self._keys[number] = self._probe.figures()
+            self._keys[number] = self._probe.figures(f"stages.{number}")
         if synchronise:
             for posterior in self.peers.values():
                 synchronise_batch_norm(posterior.network, world)
@@ -170,8 +171,12 @@ class Learner:
 
     def _begin_stage(self, number: int) -> None:
         stage = self.recipe.stages[number]
+        address, place = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
+        for term, options in stage.terms.items():
+            with within(f"{place}.terms.{term}.layers"):
+                self._probe.find_layers(options.get("layers", []))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
-        state = StageState(stage, self.peers, shapes, Address(self.seed, "helpers", "initial", number))
+        state = StageState(stage, self.peers, shapes, address, place)
         self.cohort.begin_stage(state, stage.layers, self._keys[number])
 
     def _begin_engine(self) -> None:
@@ -223,7 +228,7 @@ class Learner:
             if kind == "terms" and not math.isfinite(value):
                 where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
                 raise TrainingError(
-                    f"term '{term}' of peer '{peer}' became {value} at {where}; the last good checkpoint is kept: "
+                    f"term '{term}' of peer '{peer}' became {value} at {where}{self._kept_words}: "
                     "lower the learning rate or the term's weight"
                 )
 
@@ -234,7 +239,7 @@ class Learner:
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
         for name, found in peers.items():
-            found |= self.looks.judge(name, position.step, epoch)
+            found |= self.looks.judge(name, position.step, epoch, self._kept_words)
             self.looks.keep(name, found, position)
         line = {
             "stage": position.stage + 1,
@@ -280,12 +285,15 @@ class Learner:
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
             if bool(bad.any()):
-                raise TrainingError(
-                    f"'{name}' is not finite at step {self.position.step}; the last good checkpoint is kept"
-                )
+                raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_words}")
         if self._save is not None:
             self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
+            self._kept = True
         self._saved_at = time.monotonic()
+
+    @property
+    def _kept_words(self) -> str:
+        return "; the last good checkpoint is kept" if self._kept else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was written."""
@@ -295,7 +303,7 @@ class Learner:
             prefix = f"peer/{name}/"
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
-        self.position = Position(**about["position"])
+        self.position, self._kept = Position(**about["position"]), True
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
         for name, tensor in tensors.items():

@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-
-class PeerbayesWarning(UserWarning):
-    """Something the run goes on with, but a person should know."""
+from peerbayes.errors import PeerbayesWarning
 
 
 class Reporter:

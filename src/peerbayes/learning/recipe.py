@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import tomllib
 from collections.abc import Sequence
@@ -69,10 +70,15 @@ def packaged() -> dict[str, Path]:
     return {str(path.relative_to(root).with_suffix("").as_posix()): path for path in sorted(root.rglob("*.toml"))}
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by name or file, apply overrides such as ``stages.0.epochs=5``, and validate it."""
-    path, origin, name = _find(recipe)
-    table = _read(path, origin)
+def load_recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it."""
+    if isinstance(recipe, Recipe):
+        if not overrides:
+            return recipe
+        origin, name, table = f"recipe {recipe.name or recipe.title}", recipe.name, recipe.model_dump(exclude_none=True)
+    else:
+        path, origin, name = _find(recipe)
+        table = _read(path, origin)
     for override in overrides:
         change(table, override, origin)
     table.setdefault("name", name)
@@ -104,7 +110,10 @@ def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, An
     return base | table
 
 
-def _find(recipe: str | Path) -> tuple[Path, str, str]:
+def _find(recipe: Any) -> tuple[Path, str, str]:
+    if not isinstance(recipe, str | Path):
+        kind = type(recipe).__name__
+        raise InputError(f"recipe is of type {kind}, expected a name, a file or a Recipe (Recipe.parse makes one)")
     known = packaged()
     if str(recipe) in known:
         return known[str(recipe)], f"recipe {recipe}", str(recipe)
@@ -127,9 +136,14 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
-    parts = path.split(".")
+    parts = keys(path)
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
     _put(table, parts, value, f"{origin}: --set {override}")
+
+
+def keys(path: str) -> list[str]:
+    """Return the keys of a path such as ``stages.0.epochs``; one with a point in it stands in double quotes."""
+    return next(csv.reader([path], delimiter="."))
 
 
 def _put(node: Any, parts: list[str], value: Any, origin: str) -> None:

@@ -142,7 +142,9 @@ class Run(Mapping[str, Posterior]):
                 raise KeyError(peer)
             if not self.finished:
                 raise InputError(f"{self.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
-            self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
+            posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
+            if self.about.get("inputs") is not None:
+                posterior.input_shape = tuple(self.about["inputs"]["shape"])
         return self._loaded[peer]
 
     def _network(self, peer: str) -> nn.Module:
@@ -189,14 +191,17 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
         vocabulary: a run's, for texts; by default one is built from the training split.
     """
     options = recipe.data
-    loaded = data_room.load(
-        options.name,
-        root=root,
-        validation=options.validation,
-        size=options.size,
-        text=None if options.text is None else TextOptions(**options.text.model_dump()),
-        vocabulary=vocabulary,
-    )
+    try:
+        loaded = data_room.load(
+            options.name,
+            root=root,
+            validation=options.validation,
+            size=options.size,
+            text=None if options.text is None else TextOptions(**options.text.model_dump()),
+            vocabulary=vocabulary,
+        )
+    except InputError as error:
+        raise InputError(f"data.{error}" if str(error).startswith("validation ") else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
@@ -231,9 +236,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        hardware = f"{platform.machine()} CPU, {_threads(torch.get_num_threads())}"
     versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"hardware": hardware, "versions": versions}
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -33,6 +33,15 @@ class Job:
     folder: Path
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+
+
+def require_seed(seed: Any) -> None:
+    """Refuse what is no seed."""
+    if not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}, expected a whole number that is 0 or more")
+
 
 def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
     """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
@@ -60,20 +69,38 @@ def _shared(
     peer: Peer, options: SharedOptions, source: Path | None, loaded: Dataset, seed: int, device: torch.device
 ) -> Shared:
     """Build a codebook of a trained mean-field posterior; without one a stand-in."""
-    from peerbayes.sharing import Sharing, gradient_statistic, share
-
     network = networks.build(peer.network, network_inputs(loaded))
-    how = options.model_dump(include=DRAWN) | {"seed": seed, "name": peer.name}
     if source is None:
-        return Shared(network, **how).to(device)
+        return blank_shared(network, options, seed, peer.name).to(device)
     posterior = Posterior.load(source, network).to(device)
     if not isinstance(posterior, MeanField):
         raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
+    return shared_of(posterior, network, options, loaded, seed, peer.name)
+
+
+def blank_shared(network: torch.nn.Module, options: SharedOptions, seed: int, name: str) -> Shared:
+    """Return a stand-in for a codebook that is not made yet; refuse more components than it could have."""
+    blank = Shared(network, seed=seed, name=name, **options.model_dump(include=DRAWN))
+    if options.components > blank.layout.size:
+        raise InputError(
+            f"peer '{name}': posterior.components is {options.components}, but there are only {blank.layout.size} "
+            "weights to share"
+        )
+    return blank
+
+
+def shared_of(
+    posterior: MeanField, network: torch.nn.Module, options: SharedOptions, loaded: Dataset, seed: int, name: str
+) -> Shared:
+    """Make a codebook of a trained posterior over a network, where it is; gradients count on the training split."""
+    from peerbayes.sharing import Sharing, gradient_statistic, share
+
     table = options.model_dump(exclude={"kind", *DRAWN})
     needed = options.outliers and options.top > 0
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
     book, account = share(posterior, Sharing(**table), gradient, seed)
-    shared = Shared(network, book, start_from=posterior, **how).to(device)
+    how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}
+    shared = Shared(network, book, start_from=posterior, **how).to(posterior.device)
     shared.account = account
     return shared
 

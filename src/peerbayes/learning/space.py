@@ -15,7 +15,7 @@ import tomli_w
 
 from peerbayes import terms
 from peerbayes.errors import InputError, nearest
-from peerbayes.learning.recipe import Recipe
+from peerbayes.learning.recipe import Recipe, keys
 
 Value = bool | int | float | str
 Setting = dict[str, Value]
@@ -84,7 +84,8 @@ def _axis(item: str, recipe: Recipe) -> Axis:
 
 
 def _paths(key: str, recipe: Recipe) -> tuple[str, ...]:
-    head, _, option = key.partition(".")
+    head, *below = keys(key)
+    option = ".".join(below)
     if head in Recipe.model_fields or head in ("stage", "peer"):
         return (key,)
     present = {name for stage in recipe.stages for name in stage.terms}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes import terms
+from peerbayes.errors import within
 from peerbayes.learning import settings
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
@@ -55,6 +56,7 @@ class StageState:
         peers: posteriors by name.
         shapes: shapes of the captured features and number of classes, by peer.
         address: where the helpers' initial values live.
+        place: the stage's key in its recipe, for messages.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class StageState:
         peers: Mapping[str, Posterior],
         shapes: Mapping[str, terms.Shapes],
         address: Address,
+        place: str = "stages.0",
     ) -> None:
-        self.settings = stage
+        self.settings, self.place = stage, place
         self.terms = [(terms.find(name), options) for name, options in stage.terms.items()]
         self.modules: dict[tuple[str, str], nn.Module] = {}
         self.parameters: dict[str, dict[str, nn.Parameter]] = {
@@ -116,7 +119,7 @@ class StageState:
         module: nn.Module | None = None
         for name, posterior in peers.items():
             if shared is None:
-                with seeded(address.sub(f"{term.name}/{name}")):
+                with seeded(address.sub(f"{term.name}/{name}")), within(f"{self.place}.terms.{term.name}"):
                     module = term.build(shapes[name], options)
                 if module is None:
                     continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, nearest, reason
+from peerbayes.importing import imported
 
 
 class WordVectors(NamedTuple):
@@ -127,13 +127,7 @@ def _close(name: str, known: list[str]) -> str:
 
 
 def _from_user(path: str, inputs: Inputs) -> nn.Module:
-    module_name, _, attribute = path.partition(":")
-    try:
-        builder = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a module may do anything while it is imported
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        hint = "; install it, or name its folder in PYTHONPATH" if absent else ""
-        raise InputError(f"network '{path}' can't be imported: {reason(error)}{hint}") from error
+    builder = imported(path, "network")
     if not callable(builder):
         raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
     try:

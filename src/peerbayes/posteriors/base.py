@@ -75,6 +75,7 @@ class Posterior(nn.Module):
     ) -> None:
         super().__init__()
         self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
+        self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):

@@ -7,13 +7,13 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from peerbayes.data import Split
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning, reason
 from peerbayes.noise import Address
 from peerbayes.posteriors.folding import Folded
 from peerbayes.posteriors.inputs import prepared
@@ -124,8 +124,7 @@ def predict(
         raise InputError(f"draws is {draws}, expected at least 1")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected at least 1")
-    if len(images) == 0:
-        raise InputError("there are no images to predict")
+    _check_images(posterior, images)
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
     if precision not in PRECISIONS and precision != "auto":
@@ -150,12 +149,39 @@ def predict(
                     raise
                 size = max(1, min(size, len(images)) // 2)
                 continue
+            except Exception as error:  # a user's network may raise anything
+                shape, learnt = tuple(images.shape[1:]), posterior.input_shape
+                if learnt in (None, shape):
+                    raise
+                known = f"it has learnt those of shape {learnt}"
+                raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
             if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
                 return found
             half = None
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _check_images(posterior: Posterior, images: Any) -> None:
+    if not isinstance(images, Tensor):
+        raise InputError(f"images are of type {type(images).__name__}, expected a tensor")
+    learnt = posterior.input_shape
+    if learnt is not None and images.dim() != 1 + len(learnt):
+        expected = f"(N, {', '.join(map(str, learnt))})"
+        raise InputError(
+            f"images have shape {tuple(images.shape)}, expected {expected}, as the network has learnt them"
+        )
+    if images.dim() == 0 or len(images) == 0:
+        raise InputError("there are no images to predict")
+    if images.dim() == 4 and images.is_floating_point() and images.device.type == "cpu":  # a GPU would have to wait
+        low, high = (float(end) for end in images.aminmax())
+        if low < 0 or high > 1:
+            warnings.warn(
+                f"images have values from {low:.4g} to {high:.4g}, expected uint8 or [0, 1], as in training",
+                PeerbayesWarning,
+                stacklevel=5,
+            )
 
 
 def predict_split(

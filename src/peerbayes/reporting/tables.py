@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from peerbayes.errors import InputError
 from peerbayes.evaluation import paired_difference, summarise
@@ -46,9 +48,11 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Group records that differ in the seed alone, in the order in which they come.
 
     A run with other settings, or a second one of the same seed, begins a group of its own: ``Ours (2)``. Those of Rényi
-    divergences are told apart by the order: ``Rényi 1.5``, or ``Independent`` for order 0.
+    divergences are told apart by the order: ``Rényi 1.5``, or ``Independent`` for order 0. Where records say in which
+    ``folder`` their runs are, groups of one title are told apart by that instead: ``Ours (mine)``.
     """
     groups: dict[str, list[Record]] = {}
+    alike: dict[str, dict[str, None]] = {}  # groups by title
     for given in map(_with_order, records):
         record, number = given, 1
         while any(
@@ -58,7 +62,29 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
             number += 1
             record = {**given, "method": f"{title(given['method'])} ({number})"}
         groups.setdefault(_key(record), []).append(record)
+        alike.setdefault(title(given["method"]), {})[_key(record)] = None
+    for name, keys in alike.items():
+        if len(keys) > 1 and all("folder" in record for key in keys for record in groups[key]):
+            for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
+                groups[key] = [{**record, "method": f"{name} ({place})"} for record in groups[key]]
     return groups
+
+
+def _places(groups: Sequence[Sequence[Record]]) -> list[str]:
+    """Return the folder of each group's runs: by its name, or as it was given where names do not tell them apart."""
+
+    def home(record: Record) -> Path:
+        folder = Path(record["folder"])
+        return folder.parent if re.fullmatch(r"seed\d+", folder.name) else folder
+
+    ways: list[Callable[[Record], str]]
+    ways = [lambda r: home(r).resolve().name, lambda r: str(home(r)), lambda r: str(r["folder"])]
+    for way in ways:
+        ends = [dict.fromkeys((way(group[0]), way(group[-1]))) for group in groups]
+        found = [" … ".join(both) for both in ends]
+        if len(set(found)) == len(found):
+            break
+    return found
 
 
 def _with_order(record: Record) -> Record:

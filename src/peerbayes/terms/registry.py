@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, get_type_hints, overload
 
 import torch
@@ -12,6 +12,7 @@ from pydantic import create_model
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, nearest
+from peerbayes.importing import imported
 from peerbayes.schema import Strict
 from peerbayes.terms.step import Batch, Step
 
@@ -53,6 +54,7 @@ class Term:
 
 
 _TERMS: dict[str, Term] = {}
+_BY_PLACE: dict[tuple[str, str], Term] = {}  # by module and name there: two modules may have terms of one name
 
 
 @overload
@@ -60,7 +62,7 @@ def term(function: F) -> F: ...
 @overload
 def term(*, build: ModuleBuilder) -> Callable[[F], F]: ...
 def term(function: Any = None, *, build: ModuleBuilder | None = None) -> Any:
-    """Make a function available in recipes under its name.
+    """Make a function available in recipes under its name, and as ``package.module:name`` wherever it can be imported.
 
     The function takes ``(step, peer, *, options...)`` and returns one scalar; its keyword-only arguments, with their
     annotations and defaults, are the term's options in a recipe.
@@ -85,12 +87,21 @@ def _register(function: Any, build: ModuleBuilder | None) -> Any:
             kind = hints.get(parameter.name, type(parameter.default))
             fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     schema = create_model(name, __base__=Strict, **fields)
-    _TERMS[name] = Term(name, function, schema, build)
+    _TERMS[name] = _BY_PLACE[_place(function)] = Term(name, function, schema, build)
     return function
 
 
+def _place(function: Any) -> tuple[str, str]:
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+
+
 def find(name: str) -> Term:
-    """Return a term by name."""
+    """Return a term by name, or by ``package.module:name``, which is imported and is the term's name then."""
+    if ":" in name:
+        found = _BY_PLACE.get(_place(imported(name, "term")))
+        if found is None:
+            raise InputError(f"term '{name}' is not one: put @peerbayes.term above the function")
+        return replace(found, name=name)
     if name not in _TERMS:
         raise InputError(f"there is no term '{name}'{nearest(name, _TERMS)}")
     return _TERMS[name]

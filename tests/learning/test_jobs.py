@@ -1,0 +1,101 @@
+"""Fitting modules of one's own and training recipes from Python: what is given is used, or refused in a sentence."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import peerbayes as pb
+from commands import write_small
+from peerbayes.errors import InputError
+from peerbayes.learning import How
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_small(tmp_path_factory.mktemp("jobs"))
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+@pytest.fixture
+def given(place, tmp_path):
+    """What `fit` wants, all of it right."""
+    return {
+        "peers": {"a": pb.MeanField(net())},
+        "data": place / "small.npz",
+        "recipe": place / "source.toml",
+        "run": tmp_path / "run",
+        "overrides": ["data.validation=0"],
+    }
+
+
+def test_overrides_reach_a_recipe_that_is_loaded_already(given, place):
+    given["recipe"] = pb.load_recipe(place / "source.toml")
+    run = pb.fit(**given | {"overrides": ["stages.0.epochs=2", "data.batch_size=30", "data.validation=0"]})
+    assert [line["step"] for line in run.metrics] == [2, 4]  # 60 images
+
+
+def test_train_takes_a_name_or_a_file_with_overrides(place, tmp_path):
+    whole = pb.train(pb.load_recipe(place / "source.toml", ["stages.0.epochs=2"]), tmp_path / "a", device="cpu")
+    again = pb.train(str(place / "source.toml"), tmp_path / "b", overrides=["stages.0.epochs=2"], device="cpu")
+    assert whole.recipe == again.recipe
+    assert whole.weights_file("only").read_bytes() == again.weights_file("only").read_bytes()
+    with pytest.raises(InputError, match=r"there is no recipe 'mutual/digits-our'; did you mean 'mutual/digits-ours'"):
+        pb.train("mutual/digits-our", tmp_path / "c")
+
+
+ONE = pb.MeanField(net())
+BAD = {
+    "one posterior twice": ({"peers": {"a": ONE, "b": ONE}}, "peers 'a' and 'b' are one and the same posterior"),
+    "a plain network": ({"peers": {"a": net()}}, r"peer 'a' is a Sequential, expected a posterior; .* in Point\(...\)"),
+    "a list of peers": ({"peers": [ONE]}, "peers is of type list, expected posteriors by name"),
+    "no peers": ({"peers": {}}, "peers: list should have at least 1 item"),
+    "a negative seed": ({"seed": -1}, "seed is -1, expected a whole number that is 0 or more"),
+    "a seed in words": ({"seed": "x"}, "seed is 'x', expected a whole number"),
+    "a table": ({"recipe": {"title": "x"}}, "recipe is of type dict, expected a name, a file or a Recipe"),
+    "no recipe": ({"recipe": None}, "recipe is of type NoneType, expected"),
+    "arrays": ({"data": (np.zeros(3), np.zeros(3))}, r"data is of type tuple, .*data.from_arrays makes one"),
+    "an option of nothing": ({"enginee": "eager"}, "fit has no option 'enginee'; did you mean 'engine'"),
+    "an option of fit": ({"override": []}, "fit has no option 'override'; did you mean 'overrides'"),
+    "engine": ({"engine": "fast"}, "engine is 'fast', expected auto, eager, compiled, captured"),
+    "precision": ({"precision": "f64"}, "precision is 'f64', expected auto, float32, bfloat16"),
+    "placement": ({"placement": "disk"}, "placement is 'disk', expected auto, device, stream"),
+    "checkpoints": ({"checkpoint_every": 0}, "checkpoint_every is 0, expected a whole number above 0"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD.values(), ids=BAD)
+def test_what_fit_can_not_use_is_one_sentence_and_nothing_is_written(given, tmp_path, change, sentence):
+    with pytest.raises(InputError, match=sentence):
+        pb.fit(**given | change)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_refuses_unknown_options_by_its_own_name(place, tmp_path):
+    with pytest.raises(InputError, match=r"^train has no option 'sede'; did you mean 'seed'"):
+        pb.train(place / "source.toml", tmp_path / "run", sede=3)
+    with pytest.raises(InputError, match="pack is 0, expected a whole number above 0"):
+        How(pack=0)
+
+
+def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, place, tmp_path):
+    arrays = np.load(place / "small.npz")
+    pairs = {part: (arrays[f"{part}_images"], torch.from_numpy(arrays[f"{part}_labels"])) for part in ("train", "test")}
+    data = pb.data.from_arrays(**pairs, validation=12, name="mine")
+    runs = []
+    for name, source in (("file", pb.data.load(place / "small.npz", validation=12)), ("memory", data)):
+        torch.manual_seed(0)
+        peers = {"a": pb.MeanField(net(), name="a")}
+        runs.append(pb.fit(**given | {"peers": peers, "data": source, "run": tmp_path / name, "overrides": []}))
+    assert runs[0].weights_file("a").read_bytes() == runs[1].weights_file("a").read_bytes()
+    record = pb.evaluate(runs[1], data=data, device="cpu")
+    p = runs[1]["a"].predict(torch.from_numpy(arrays["test_images"])[:, None], record["draws"], name="a")
+    with pytest.raises(InputError, match=r"images have shape \(5, 8, 8\), expected \(N, 1, 8, 8\)"):
+        runs[1]["a"].predict(torch.rand(5, 8, 8))
+    with pytest.raises(InputError, match=r"can't take images of shape \(1, 9, 9\), it has learnt .* \(1, 8, 8\)"):
+        peers["a"].predict(torch.rand(5, 1, 9, 9))
+    assert record["dataset"] == "mine"
+    assert record["peers"][0]["accuracy"] == float((p.classes == pairs["test"][1]).double().mean())
