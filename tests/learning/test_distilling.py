@@ -720,6 +720,15 @@ def test_there_are_ensembles_of_every_size_in_table_8(start, most):
         assert recipe.reproduces.startswith("paper 3, Table 8")
 
 
+def test_steps_along_bald_have_those_along_tdiv_to_be_compared_with():
+    found = [load_recipe(f"distillation/cifar10-wrn28x1-latentbe-{kind}-de4") for kind in ("bald", "tdiv")]
+    assert [recipe.stages[0].perturb.kind for recipe in found] == ["bald", "tdiv"]
+    alike = [recipe.model_dump(exclude={"name", "title", "method"}) for recipe in found]
+    for table in alike:
+        del table["stages"][0]["perturb"]
+    assert alike[0] == alike[1]
+
+
 @pytest.mark.parametrize("name", ["cifar10-wrn28x1-rank1", "cifar100-wrn28x10-rank1"])
 def test_rank_1_bayesian_networks_have_gaussian_factors_that_only_the_prior_pulls_to_one(name):
     recipe = load_recipe(f"distillation/{name}")
