@@ -26,7 +26,8 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Run, load_data, load_recipe, packaged, train
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import MeanField, Point, RankOne
+from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
+from peerbayes.reporting import text_table
 
 SMALL = ["data.batch_size=32", "data.validation=1000", "gradient_share_every=0", "stages.0.warmup=0"]
 # The learning rate jumps after three epochs, and what was learnt is lost: the best epoch is not the last one.
@@ -266,6 +267,33 @@ def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
         hits = network.eval()(to_unit(test.images)).argmax(-1) == test.labels
     assert record["method"] == "latentbe"
     assert record["peers"][0]["accuracy"] == pytest.approx(float(hits.double().mean()), abs=1e-6)
+
+
+def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, teachers, capsys):
+    before = contents(student.folder)
+    found = process("evaluate", student.folder, "--averaged", "--json", "--device", "cpu")
+    assert found.returncode == 0, found.stderr
+    record = json.loads(found.stdout)
+    (peer,) = record["peers"]
+    ways = peer["averaged"]
+    assert list(ways) == ["exact", "exact, recalibrated", "factor_mean", "factor_mean, recalibrated"]
+    assert all(ways["exact"][key] == pytest.approx(peer[key], abs=1e-5) for key in ways["exact"])
+    data = load_data(student.recipe)
+    for way, figures in ways.items():
+        merge, _, again = way.partition(", ")
+        network = student["student"].average(merge)
+        if again:
+            recalibrate(network, data.train)
+        with torch.no_grad():
+            logits = network.eval()(to_unit(data.test.images))
+        assert figures["nll"] == pytest.approx(float(F.cross_entropy(logits, data.test.labels)), rel=1e-4)
+    assert len({figures["nll"] for figures in ways.values()}) == 4
+    text = text_table([record], calibrated=True)
+    for way in ways:
+        assert f"members as one network, averaged by {way}:" in text
+    assert contents(student.folder) == before
+    told = refused(capsys, "evaluate", teachers.folder, "--averaged", "--device", "cpu")
+    assert told == f"--averaged: no peer of {teachers.folder} has rank-one members to average"
 
 
 def test_a_weights_file_is_one_teacher(teachers, tmp_path):
@@ -682,6 +710,31 @@ PAPER = {
 
 def test_there_are_recipes():
     assert len(RECIPES) > 50
+
+
+@pytest.mark.parametrize(("start", "most"), [("cifar10-wrn28x1", 8), ("cifar100-wrn28x4", 4)])
+def test_there_are_ensembles_of_every_size_in_table_8(start, most):
+    for size in range(1, most + 1):
+        recipe = load_recipe(f"distillation/{start}-de{size}")
+        assert [peer.name for peer in recipe.peers] == [f"teacher{number + 1}" for number in range(size)]
+        assert recipe.reproduces.startswith("paper 3, Table 8")
+
+
+def test_steps_along_bald_have_those_along_tdiv_to_be_compared_with():
+    found = [load_recipe(f"distillation/cifar10-wrn28x1-latentbe-{kind}-de4") for kind in ("bald", "tdiv")]
+    assert [recipe.stages[0].perturb.kind for recipe in found] == ["bald", "tdiv"]
+    alike = [recipe.model_dump(exclude={"name", "title", "method"}) for recipe in found]
+    for table in alike:
+        del table["stages"][0]["perturb"]
+    assert alike[0] == alike[1]
+
+
+@pytest.mark.parametrize("name", ["cifar10-wrn28x1-rank1", "cifar100-wrn28x10-rank1"])
+def test_rank_1_bayesian_networks_have_gaussian_factors_that_only_the_prior_pulls_to_one(name):
+    recipe = load_recipe(f"distillation/{name}")
+    (peer,), (stage,) = recipe.peers, recipe.stages
+    assert (peer.posterior.gaussian, peer.posterior.decay_factors, peer.posterior.members) == (True, False, 4)
+    assert stage.terms["kl"]["anneal"] > 0
 
 
 @pytest.mark.parametrize("name", RECIPES)

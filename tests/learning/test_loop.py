@@ -13,7 +13,9 @@ from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, TrainingError, checkpoints, train
 from peerbayes.learning.cohort import Clock
+from peerbayes.learning.position import Position
 from peerbayes.learning.settings import Stage
+from peerbayes.learning.shares import note_shares
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.stages import learning_rate
 from peerbayes.noise import Address
@@ -450,6 +452,15 @@ def test_validation_is_the_accuracy_and_nll_of_the_split():
     line = recorder.lines[-1]["peers"]["a"]
     assert line["valid_accuracy"] == pytest.approx(float((log_p.argmax(-1) == data.validation.labels).double().mean()))
     assert line["valid_nll"] == pytest.approx(float(F.nll_loss(log_p, data.validation.labels).detach()), rel=1e-5)
+
+
+def test_a_term_that_is_annealed_is_not_called_inert_at_its_first_step():
+    position, measured = Position(), {"kl": (0.0, 0.0), "likelihood": (1.0, 1.0)}
+    options = {"kl": {"weight": 1.0, "anneal": 5.0}, "likelihood": {"weight": 1.0}}
+    assert note_shares("a", measured, options, position) == []
+    position.stage_step = 100
+    (found,) = note_shares("a", measured, options, position)
+    assert found.startswith("kl is inert for peer 'a'")
 
 
 def test_an_inert_term_is_named_once_a_peer_and_a_weight_of_zero_is_not():

@@ -590,7 +590,7 @@ def test_six_steps_of_latentbe_with_tdiv_sdiv_equal_a_computation_by_hand():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("decays", [True, False])
-def test_decay_pulls_factors_to_one_where_it_is_let(decays, optimizer):
+def test_decay_pulls_factors_to_one_where_it_is_let_and_leaves_their_scales_alone(decays, optimizer):
     student = members(decay_factors=decays, gaussian=True)
     before = state(student)
     terms = {"distil": {"weight": 0.0}}
@@ -599,6 +599,7 @@ def test_decay_pulls_factors_to_one_where_it_is_let(decays, optimizer):
     for name, tensor in state(student).items():
         if name.startswith("network/"):
             continue
-        factor = shrunk if decays or not name.startswith("factor") else 1.0
+        kept = name.startswith("factor_rho") or (name.startswith("factor") and not decays)
+        factor = 1.0 if kept else shrunk
         torch.testing.assert_close(tensor, factor * before[name], rtol=1e-5, atol=0)
     assert before["factor/first.s"].abs().max() > 0.1

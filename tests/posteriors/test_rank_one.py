@@ -323,16 +323,25 @@ def test_recalibration_averages_the_statistics_of_the_batches_and_changes_nothin
     expected_mean = torch.stack([part.mean((0, 2, 3)) for part in parts]).mean(0)
     expected_var = torch.stack([part.transpose(0, 1).flatten(1).var(1) for part in parts]).mean(0)
     found = []
-    for batches in (parts, [(part, None) for part in parts], ArraySplit(x, torch.zeros(24, dtype=torch.int64))):
-        assert recalibrate(network, batches, batch_size=10) is network
+    for batches in (parts, [(part, None) for part in parts]):
+        assert recalibrate(network, batches) is network
         torch.testing.assert_close(network.norm.running_mean, expected_mean)
         torch.testing.assert_close(network.norm.running_var, expected_var)
         found.append(network.after.running_var.clone())
     torch.testing.assert_close(found[0], torch.ones(2), rtol=0.02, atol=0)  # of normalised channels: nothing is dropped
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1])
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), weights, strict=True))
     assert (network.training, network.norm.training, network.after.training) == (True, False, True)
     assert network.norm.momentum == 0.1
+
+
+def test_recalibration_mixes_a_split_that_is_stored_class_by_class():
+    network, labels = Normed(), torch.arange(4).repeat_interleave(50)
+    x = 0.1 * images(200) + labels.view(-1, 1, 1, 1)
+    recalibrate(network, ArraySplit(x / 4, labels), batch_size=50)
+    whole = (x / 4).transpose(0, 1).flatten(1).var(1)
+    torch.testing.assert_close(network.norm.running_var, whole, rtol=0.1, atol=0)
+    torch.testing.assert_close(network.norm.running_mean, (x / 4).mean((0, 2, 3)))
 
 
 def test_recalibration_that_fails_leaves_the_statistics_as_they_were():

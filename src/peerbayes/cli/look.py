@@ -51,6 +51,12 @@ def evaluate(
     corrupted: Annotated[
         str | None, typer.Option(help="Also on corrupted images: 'made' here, or a folder of CIFAR-C arrays.")
     ] = None,
+    averaged: Annotated[
+        bool,
+        typer.Option(
+            "--averaged", help="Also rank-one members as one network, by each way to average them, and recalibrated."
+        ),
+    ] = False,
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Also after temperature scaling on the validation split.")
     ] = False,
@@ -70,9 +76,12 @@ def evaluate(
             raise InputError(f"{folder}: stands there twice")
     how = {"draws": draws, "settle": settle, "out_of_distribution": ood or None, "corrupted": corrupted}
     loaded, records = learning.Loaded(data_root), []
-    for run in map(learning.Run, folders):
-        records.append(judge(run, device, loaded, **how))
-        if all(option is None for option in how.values()):
+    opened = [learning.Run(folder) for folder in folders]
+    if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
+        raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
+    for run in opened:
+        records.append(judge(run, device, loaded, averaged=averaged, **how))
+        if not averaged and all(option is None for option in how.values()):
             try:
                 reporting.write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same

@@ -55,11 +55,14 @@ def note_shares(
     Args:
         peer: its name.
         measured: ‖∇ term‖ and the term's value, by term.
-        options: of the terms; a weight or an order of 0 is inert on purpose.
+        options: of the terms; a weight or an order of 0 is inert on purpose, and so is the first
+            step of what is annealed.
         position: where the run stands.
     """
     shares = position.shares[peer] = shares_of({term: norm for term, (norm, _) in measured.items()})
     wanted = {term: share for term, share in shares.items() if 0 not in map(options[term].get, OFF)}
+    if position.stage_step == 0:
+        wanted = {term: share for term, share in wanted.items() if not options[term].get("anneal")}
     return [
         f"{term} is inert for peer '{peer}' at step {position.step}: its share of the gradient is "
         f"{shares[term]:.0e} and its value {measured[term][1]:.3g}; change its scale or weight, or drop it"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from peerbayes.data import Split
+from peerbayes.data import Split, order
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.networks import capture
@@ -235,8 +235,8 @@ class RankOne(Posterior):
 
     @property
     def undecayed(self) -> set[str]:
-        """The factors, where they are not to decay."""
-        return set() if self.decay_factors else {"deviations", "rho"}
+        """ρ, which decay would pull to a standard deviation of 0.69, and the factors, where they are not to decay."""
+        return {"rho"} | (set() if self.decay_factors else {"deviations"})
 
     @property
     def noise_size(self) -> int:
@@ -356,7 +356,7 @@ def recalibrate(network: nn.Module, batches: Split | Iterable[Any], batch_size: 
     Args:
         network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
         batches: a split, or batches of images, or of (images, labels); every batch counts the same.
-        batch_size: images in a batch of a split.
+        batch_size: images in a batch of a split, which is taken in random order, the same every time.
 
     Returns:
         The network.
@@ -367,7 +367,9 @@ def recalibrate(network: nn.Module, batches: Split | Iterable[Any], batch_size: 
     device = norms[0].running_mean.device  # type: ignore[union-attr]
     if not isinstance(batches, Iterable):
         split = batches
-        batches = (split.batch(part, device) for part in torch.arange(len(split)).split(batch_size))
+        # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
+        mixed = order(len(split), Address(0, "data", "recalibrate"))
+        batches = (split.batch(part, device) for part in mixed.split(batch_size))
     modes = {module: module.training for module in network.modules()}
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]

@@ -75,7 +75,7 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
     for name in COMMON:
         for severity in range(1, SEVERITIES + 1):
             if source != MADE:
-                yield name, load_corrupted(source, name, severity)
+                yield name, _fitting(load_corrupted(source, name, severity), loaded, source)
                 continue
             images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
             make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
@@ -85,6 +85,17 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
             except InputError as error:
                 raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
             yield name, ArraySplit(torch.cat(made), labels.cpu())
+
+
+def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:
+    assert split.labels is not None
+    most = int(split.labels.max())
+    if most >= loaded.classes or split.shape != loaded.shape:
+        raise InputError(
+            f"{source}: its images have shape {split.shape} and classes up to {most}, but {loaded.name} has images of "
+            f"shape {loaded.shape} and {loaded.classes} classes"
+        )
+    return split
 
 
 def figures_of(log_p: Tensor, labels: Tensor, bins: int) -> Record:

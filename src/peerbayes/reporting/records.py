@@ -15,7 +15,8 @@ from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
-from peerbayes.posteriors import Posterior, predict_split, storage
+from peerbayes.posteriors import Posterior, RankOne, predict_split, storage
+from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
@@ -29,6 +30,7 @@ def evaluate(
     settle: float | None = None,
     out_of_distribution: Iterable[str] | None = None,
     corrupted: str | Path | None = None,
+    averaged: bool = False,
     data: Dataset | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
@@ -41,6 +43,8 @@ def evaluate(
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
         corrupted: also judge on corrupted test images: ``"made"`` here, or a folder of the official CIFAR-C arrays.
+        averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
+            are and with batch-norm's statistics estimated anew on the training images.
         data: the data set, where the run was given one in memory; by default it is loaded by name.
         device: where to predict.
         root: data root.
@@ -57,12 +61,17 @@ def evaluate(
     def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
         return predict_split(posterior, split, draws, seed=run.seed, name=peer, settle=settle)[0]
 
+    def judge(log_p: Tensor, valid: Tensor | None) -> Record:
+        return _judge_mean(log_p, valid, loaded, options.ece_bins)
+
     for name in run:
         posterior = run[name].to(where)
         found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
+        if averaged and isinstance(posterior, RankOne):
+            found["averaged"] = judge_averages(posterior, name, loaded, predict, judge)
         peers.append(found)
         log_probabilities.append(log_p)
         held.append(valid)
@@ -175,11 +184,16 @@ def _judge(
 
 def _ensemble(log_p: Tensor, held: Sequence[Tensor | None], loaded: Dataset, bins: int) -> Record:
     """Return the figures of all peers as one, p̄ = (1/K) Σ_k p_k, for log-probabilities (K, N, C)."""
-    mean, labels = mean_of(log_p), _labels(loaded.test)
-    found = figures_of(mean, labels, bins)
     valid = [one for one in held if one is not None]
-    if loaded.validation is not None:
-        found |= _recalibrated(mean_of(torch.stack(valid)), loaded.validation, mean, labels, bins)
+    return _judge_mean(mean_of(log_p), mean_of(torch.stack(valid)) if valid else None, loaded, bins)
+
+
+def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
+    """Return the figures of log-probabilities (N, C) of the test split, with those of the validation split."""
+    labels = _labels(loaded.test)
+    found = figures_of(log_p, labels, bins)
+    if held is not None and loaded.validation is not None:
+        found |= _recalibrated(held, loaded.validation, log_p, labels, bins)
     return found
 
 

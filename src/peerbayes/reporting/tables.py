@@ -19,6 +19,7 @@ TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
+AVERAGED = "averaged"  # where figures of a peer's members as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
@@ -122,6 +123,16 @@ def only_outside(records: Sequence[Record], other: str) -> list[Record]:
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
 
 
+def averaged_ways(records: Sequence[Record]) -> list[str]:
+    """Return the ways in which the members of any peer were averaged, in the order in which they come."""
+    return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
+
+
+def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
+    """Return the records with members that were averaged, with the figures of that in the place of the others."""
+    return _elsewhere(records, lambda judged: judged.get(AVERAGED, {}).get(way))
+
+
 def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
     found = []
     for record in records:
@@ -184,7 +195,11 @@ def text_table(records: Sequence[Record], calibrated: bool = False) -> str:
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
-    text = _section(records, FIGURES | (CALIBRATED if calibrated else {}), FIGURES)
+    columns = FIGURES | (CALIBRATED if calibrated else {})
+    text = _section(records, columns, FIGURES)
+    for way in averaged_ways(records):
+        heading = f"members as one network, averaged by {way}:"
+        text += ["", heading, *_section(only_averaged(records, way), columns, FIGURES)]
     if bad := only_corrupted(records):
         heading = "on corrupted images, the mean over 15 types and 5 severities:"
         text += ["", heading, *_section(bad, FIGURES, FIGURES)]
