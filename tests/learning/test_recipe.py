@@ -140,6 +140,10 @@ WRONG = {
         lambda t: t["stages"][0]["terms"]["mutual"].update(alpha=-0.5),
         "stages.0.terms.mutual.alpha: input should be greater than or equal to 0, got -0.5",
     ),
+    "a weight that is no number": (
+        lambda t: t["stages"][0]["terms"]["mutual"].update(weight=float("nan")),
+        "stages.0.terms.mutual.weight: input should be a finite number, got nan",
+    ),
     "temperature zero": (
         lambda t: t["stages"][0]["terms"]["mutual"].update(temperature=0.0),
         "stages.0.terms.mutual.temperature: input should be greater than 0, got 0.0",
