@@ -143,7 +143,7 @@ class SequenceClassifier(nn.Module):
 
     Args:
         model: is called with ``input_ids`` and ``attention_mask``, and returns an object with ``logits``.
-        padding: the token number that the attention mask leaves out; by default the one of the model's ``config``, or 0.
+        padding: the token number that the attention mask leaves out; by default that of the model's ``config``, or 0.
     """
 
     def __init__(self, model: nn.Module, padding: int | None = None) -> None:
