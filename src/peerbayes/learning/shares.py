@@ -41,8 +41,8 @@ def shares_of(norms: Mapping[str, float]) -> dict[str, float]:
 def _on_purpose(measured: Sequence[float], options: Mapping[str, Any]) -> bool:
     """Return whether a term has nothing to say to a peer by what it is.
 
-    It is switched off, its value is a constant 0 (the KL of a point, lessons of a peer whom nobody teaches), or the peer
-    is the best, who teaches the rest.
+    It is switched off, its value is a constant 0 (the KL of a point, lessons of a peer whom nobody teaches), or the
+    peer is the best, who teaches the rest.
     """
     (norm, value), off = measured, 0 in map(options.get, OFF)
     return off or (value == 0 and (math.isnan(norm) or options.get("graph") == "best_to_rest"))
