@@ -195,6 +195,16 @@ def test_a_sequence_classifier_sees_no_padding(make):
     torch.testing.assert_close(other(F.pad(tokens, (0, 5), value=7)), other(F.pad(tokens, (0, 9), value=7)))
 
 
+def test_padding_is_that_of_the_models_config_where_it_has_one():
+    model = Stub(9, 3)
+    assert SequenceClassifier(model).padding == 0
+    model.config = SimpleNamespace(pad_token_id=None)
+    assert SequenceClassifier(model).padding == 0
+    model.config = SimpleNamespace(pad_token_id=7)
+    assert SequenceClassifier(model).padding == 7
+    assert SequenceClassifier(model, padding=0).padding == 0
+
+
 # ---- as posteriors ------------------------------------------------------------------------------------------------
 
 

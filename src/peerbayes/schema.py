@@ -26,7 +26,9 @@ class Table(BaseModel):
 
 
 class Strict(Table):
-    """The base of every settings table: a key that is not known is a fault."""
+    """The base of every settings table: a key that is not known is a fault, and so is a number that is not finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

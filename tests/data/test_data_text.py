@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -183,12 +184,70 @@ def test_a_changed_vocabulary_file_is_refused(tmp_path):
         ({"ngrams": 0}, "ngrams must be at least 1, got 0"),
         ({"length": 0}, "length must be at least 1"),
         ({"tokens": "characters", "ngrams": 2}, "ngrams and vectors are for tokens = 'words'"),
+        ({"tokens": "pieces", "tokenizer": "t.json", "ngrams": 2}, "for tokens = 'words', not for pieces"),
+        ({"tokens": "pieces"}, "'pieces' and tokenizer, a tokenizer.json, need each other"),
+        ({"tokenizer": "t.json"}, "'pieces' and tokenizer, a tokenizer.json, need each other"),
         ({"ngrams": 3, "length": 2}, "3 words do not fit"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(InputError, match=message):
         TextOptions(**options)
+
+
+# ---- pieces of a Hugging Face tokenizer -----------------------------------------------------------------------------
+
+
+def write_tokenizer(path, pieces="[CLS] [SEP] [UNK] [PAD] play ##ing ##ed"):
+    """Word pieces with marks around a text, as BERT's; padding is not number 0, as RoBERTa's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    numbers = {piece: number for number, piece in enumerate(pieces.split())}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    marks = [("[CLS]", numbers["[CLS]"]), ("[SEP]", numbers["[SEP]"])]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
+    made.enable_truncation(2)  # what the file says of lengths does not count
+    made.enable_padding(length=9)
+    made.save(str(path))
+
+
+def test_pieces_are_the_tokenizers_own_and_survive_without_its_file(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    write_tokenizer(path)
+    options = TextOptions(tokens="pieces", tokenizer=str(path), length=5)
+    vocabulary = Vocabulary.build(["not looked at"], options)
+    assert (vocabulary.size, vocabulary.width, vocabulary.padding) == (7, 5, 3)
+    texts = ["Playing", "played played", "", "chess"]
+    expected = [[0, 4, 5, 1, 3], [0, 4, 6, 4, 1], [0, 1, 3, 3, 3], [0, 2, 1, 3, 3]]
+    assert vocabulary.encode(texts).tolist() == expected
+    vocabulary.save(tmp_path / "vocabulary.json")
+    path.unlink()
+    assert Vocabulary.load(tmp_path / "vocabulary.json").encode(texts).tolist() == expected
+
+
+def test_padding_without_a_name_is_0(tmp_path):
+    write_tokenizer(tmp_path / "t.json", "[CLS] [SEP] [UNK] play")
+    vocabulary = Vocabulary.build([], TextOptions(tokens="pieces", tokenizer=str(tmp_path / "t.json"), length=4))
+    assert vocabulary.encode(["play"]).tolist() == [[0, 3, 1, 0]]
+
+
+def test_bad_tokenizers(tmp_path, monkeypatch):
+    def built(name, length=5):
+        return Vocabulary.build([], TextOptions(tokens="pieces", tokenizer=str(tmp_path / name), length=length))
+
+    (tmp_path / "wrong.json").write_text("{}")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(InputError, match=r"needs tokenizers: pip install 'peerbayes\[text\]'"):
+            built("wrong.json")
+    with pytest.raises(InputError, match=r"absent\.json: the tokenizer can't be read \(No such file"):
+        built("absent.json")
+    write_tokenizer(tmp_path / "t.json")
+    with pytest.raises(InputError, match=r"wrong\.json: cannot be read as a tokenizer"):
+        built("wrong.json")
+    with pytest.raises(InputError, match=r"t\.json: the tokenizer's own marks do not fit in texts of 1 pieces"):
+        built("t.json", length=1)
 
 
 # ---- word vectors -------------------------------------------------------------------------------------------------

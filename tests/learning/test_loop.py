@@ -474,6 +474,31 @@ def test_an_inert_term_is_named_once_a_peer_and_a_weight_of_zero_is_not():
         )
 
 
+@pytest.mark.parametrize("graph", ["best_to_rest", [{"teacher": "a", "student": "b"}]], ids=str)
+def test_what_has_nothing_to_say_to_a_peer_is_not_called_inert(graph):
+    # A point has no KL, and the one who teaches learns nothing.
+    recorder = Recorder()
+    cohort = peers("a") | peers("b", MeanField)
+    given = {"likelihood": {}, "kl": {"scheme": "layer_mean"}, "mutual": {"graph": graph}}
+    Learner(made_recipe(stage(2, given), gradient_share_every=1), cohort, made_data(), 0, reporter=recorder).run()
+    assert recorder.warnings == []
+    assert recorder.lines[-1]["peers"]["a"]["gradient_share"]["kl"] == 0
+
+
+def test_a_term_that_lost_its_gradient_is_called_inert(monkeypatch):
+    def detached_penalty(step, peer):
+        return step.logits(peer).detach().square().mean()
+
+    monkeypatch.setattr(terms.registry, "_TERMS", {**terms.registry._TERMS})
+    terms.term(detached_penalty)
+    recorder = Recorder()
+    given = {"likelihood": {}, "detached_penalty": {}}
+    Learner(made_recipe(stage(2, given), gradient_share_every=1), peers(), made_data(), 0, reporter=recorder).run()
+    assert [text.split(":")[0] for text in recorder.warnings] == [
+        f"detached_penalty is inert for peer '{name}' at step 0" for name in "ab"
+    ]
+
+
 def test_a_small_share_is_named_only_when_it_stays_small():
     recorder = Recorder()
     given = {"likelihood": {}, "mutual": {"weight": 1e-7}}

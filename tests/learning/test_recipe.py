@@ -140,6 +140,10 @@ WRONG = {
         lambda t: t["stages"][0]["terms"]["mutual"].update(alpha=-0.5),
         "stages.0.terms.mutual.alpha: input should be greater than or equal to 0, got -0.5",
     ),
+    "a weight that is no number": (
+        lambda t: t["stages"][0]["terms"]["mutual"].update(weight=float("nan")),
+        "stages.0.terms.mutual.weight: input should be a finite number, got nan",
+    ),
     "temperature zero": (
         lambda t: t["stages"][0]["terms"]["mutual"].update(temperature=0.0),
         "stages.0.terms.mutual.temperature: input should be greater than 0, got 0.0",
@@ -334,3 +338,18 @@ def test_runs_of_recipes_with_a_point_in_their_name_have_folders_of_their_own():
     names = [name for name in packaged() if name.startswith("renyi/")]
     assert len({default_folder(name, 0) for name in names}) == len(names) >= 75
     assert default_folder("some/mine.toml", 3) == Path("runs/some-mine-seed3")
+
+
+def test_the_methods_of_every_paper_can_be_tried_on_embedded_data():
+    for paper in ("mutual", "renyi", "distillation", "sharing", "pipeline"):
+        assert any(load_recipe(name).data.name == "digits" for name in packaged() if name.startswith(f"{paper}/digits"))
+
+
+@pytest.mark.parametrize(("data", "classes"), [("agnews", 4), ("yahoo", 10), ("yelp", 5)])
+def test_character_networks_of_paper_2_have_its_2_million_weights(data, classes):
+    recipe = load_recipe(f"renyi/{data}-charcnn-alpha2")
+    assert recipe.data.text is not None
+    inputs = networks.Inputs(classes, (recipe.data.text.length,), (), (), tokens=71)
+    for peer in recipe.peers:
+        weights = sum(weight.numel() for weight in networks.build(peer.network, inputs).parameters())
+        assert round(weights / 1e6) == 2

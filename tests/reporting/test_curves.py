@@ -118,6 +118,9 @@ def test_without_validation_figures_in_all_runs_the_figure_says_test(tmp_path):
     assert summary(found["experiments"][0]["alphas"][1]["accuracy"]) == (pytest.approx(0.7), None)
     drawn = curves.best_alpha(found)
     assert "test split" in drawn.get_suptitle()
+    drawn.draw_without_rendering()
+    place = drawn._suptitle.get_window_extent()  # as wide as the picture of one panel lets it be
+    assert 0 <= place.x0 < place.x1 <= drawn.bbox.width
     assert drawn.axes[0].get_ylabel() == "test accuracy (%)"
 
 
@@ -425,6 +428,13 @@ def test_arrows_go_from_teacher_to_student_and_carry_what_differs():
     names = dict(zip("abc", ((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines)))
     assert [arrow._posA_posB for arrow in axes.patches] == [[names["c"], names["a"]], [names["a"], names["b"]]]
     assert [text.get_text() for text in axes.texts] == ["a", "b", "c", "α = 0.5", "α = 1"]
+
+
+def test_a_schedule_stays_on_one_line_of_an_arrows_label():
+    steps = {"schedule": "steps", "values": [2.0, 1.0, 0.0], "at": [1.0, 2.0]}
+    edges = [{"teacher": "a", "student": "b", "alpha": steps, "weight": 0.5}, {"teacher": "b", "student": "a"}]
+    (axes,) = graph.graph_figure(taught(["a", "b"], graph=edges)).axes
+    assert axes.texts[2].get_text() == "α = 2→1→0 at epoch 1, 2\nweight = 0.5"
 
 
 def test_the_page_of_a_run_shows_its_graph(trained):

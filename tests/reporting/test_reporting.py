@@ -164,6 +164,25 @@ def test_images_from_elsewhere_have_a_table_of_their_own(records):
     assert "svhn, told from the test split by entropy" in page.text
 
 
+def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
+    for place, item in enumerate(records[3:]):
+        looks = {"scratch": {"accuracy": 0.7 + place / 100, "nll": 1.0}, "pretrained": {"accuracy": 0.8, "nll": 2.0}}
+        item["last_epochs"] = {"epochs": 10, "peers": looks}
+        item["ensemble"] = {"accuracy": 0.9, "nll": 0.5, "ece": 0.1}
+    parts = reporting.text_table(records).split("\n\n")
+    heading, columns, *rows = parts[2].splitlines()
+    assert heading == "the mean over the last 10 epochs, on the test split:"
+    assert columns.split() == ["ACC", "NLL"]
+    # 0.70, 0.71, 0.72: standard error 0.01/√3.
+    assert [row.split("  ")[-2].strip() for row in rows] == ["71.00 ± 0.58", "80.00 ± 0.00", "75.50 ± 0.29"]
+    assert [row.split("  ")[-1].strip() for row in rows] == ["1.000 ± 0.000", "2.000 ± 0.000", "1.500 ± 0.000"]
+    page = Page()
+    page.feed(reporting.report_page(records, "h", {}))
+    assert page.seen.count("table") == 2
+    assert "75.50 ± 0.29" in page.cells
+    assert "The mean over the last 10 epochs, on the test split" in page.text
+
+
 def test_a_second_run_of_the_same_recipe_and_seed_is_not_lost(records):
     other = record("dml", 1, (0.5, 0.5))
     found = {(row.method, row.peer): row for row in tables.rows([*records[:3], other])}

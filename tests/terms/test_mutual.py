@@ -167,6 +167,15 @@ def test_schedules_at_an_epoch_as_number_and_as_tensor(schedule, epoch, expected
     assert isinstance(found, torch.Tensor) == isinstance(schedule, dict)
 
 
+@pytest.mark.parametrize("values", [[0.3, 1.0, 0.0], [0.1, 1.1, 0.0], [0.5, 0.3, 1.0]])
+def test_steps_are_exactly_their_values(values):
+    # Summed up from their differences, 0.3 → 1 → 0 would end below 0, which is refused.
+    schedule = {"schedule": "steps", "values": values, "at": [1.0, 2.0]}
+    for epoch, expected in enumerate(values):
+        assert value_at(schedule, float(epoch)) == expected
+        assert torch.equal(value_at(schedule, torch.tensor(float(epoch))), torch.tensor(expected))
+
+
 @given(
     start=st.floats(0, 100),
     end=st.floats(0, 100),
@@ -186,6 +195,9 @@ def test_a_schedule_stays_between_its_ends(start, end, epochs, epoch, kind):
         ({"schedule": "steps", "values": [1.0], "at": [1.0]}, "one epoch less"),
         ({"schedule": "steps", "values": [1.0, 2.0, 3.0], "at": [5.0, 2.0]}, "must rise"),
         ({"schedule": "linear", "start": -1.0, "end": 1.0, "epochs": 3.0}, "greater than or equal to 0"),
+        ({"schedule": "linear", "start": math.inf, "end": 1.0, "epochs": 3.0}, "finite number"),
+        ({"schedule": "cosine", "start": 1.0, "end": 2.0, "epochs": 3.0, "at": [1.0]}, "'cosine' has no 'at'"),
+        ({"schedule": "steps", "values": [1.0, 2.0], "at": [1.0], "epochs": 3.0}, "'steps' has no 'epochs'"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused(given, words):

@@ -3,7 +3,7 @@
 Words are the matches of ``\\w+|[^\\w\\s]`` in the lower-cased text: runs of letters, digits and underscores, and single
 other marks. Token 0 is padding, 1 an unknown word, then come the words by falling count, then the buckets of n-grams.
 Characters are those of Zhang et al. (2015): token ``i`` is the ``i``-th of their alphabet of 70, and every other
-character is 0, as padding is.
+character is 0, as padding is. Pieces are those of a Hugging Face tokenizer, with its numbers, marks and padding.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch import Tensor
 from peerbayes.errors import InputError, nearest
 from peerbayes.networks import WordVectors
 
-Kind = Literal["words", "characters"]
+Kind = Literal["words", "characters", "pieces"]
 
 # The paper lists the hyphen twice; its second place is never used.
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789-,;.!?:'\"/\\|_@#$%^&*~`+-=<>()[]{}\n"
 UNKNOWN = 1
-LENGTHS: dict[Kind, int] = {"words": 64, "characters": 1014}
+LENGTHS: dict[Kind, int] = {"words": 64, "characters": 1014, "pieces": 128}
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _FIRST = 2  # number of the first word
@@ -45,12 +45,14 @@ class TextOptions:
     """How texts become rows of token numbers.
 
     Args:
-        tokens: ``words`` or ``characters``.
+        tokens: ``words``, ``characters``, or ``pieces`` of a tokenizer.
         ngrams: words of the longest n-gram; 1 for words alone.
-        length: tokens of a text that are kept, the first ones; by default 64 words or 1,014 characters.
+        length: tokens of a text that are kept, the first ones; by default 64 words, 1,014 characters or 128
+            pieces.
         buckets: how many numbers the n-grams share.
         vocabulary: most words that are known: the most frequent ones of the training split.
         vectors: a text file of word vectors to start from, one word a line (GloVe's, or fastText's ``.vec``).
+        tokenizer: the ``tokenizer.json`` of a Hugging Face model, for ``pieces``.
     """
 
     tokens: Kind = "words"
@@ -59,6 +61,7 @@ class TextOptions:
     buckets: int = 20_000
     vocabulary: int = 30_000
     vectors: str = ""
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         if self.tokens not in LENGTHS:
@@ -67,8 +70,10 @@ class TextOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"text: {name} must be at least 1, got {value}")
-        if self.tokens == "characters" and (self.ngrams > 1 or self.vectors):
-            raise InputError("text: ngrams and vectors are for tokens = 'words', not for characters")
+        if self.tokens != "words" and (self.ngrams > 1 or self.vectors):
+            raise InputError(f"text: ngrams and vectors are for tokens = 'words', not for {self.tokens}")
+        if (self.tokens == "pieces") != bool(self.tokenizer):
+            raise InputError("text: tokens = 'pieces' and tokenizer, a tokenizer.json, need each other")
         if self.ngrams > (self.length or LENGTHS["words"]):
             raise InputError(f"text: ngrams of {self.ngrams} words do not fit in texts of {self.length}")
 
@@ -84,6 +89,7 @@ class Vocabulary:
         ngrams: words of the longest n-gram.
         buckets: how many numbers the n-grams share; 0 where ngrams is 1.
         dimension: of the word vectors that networks start from; 0 without them.
+        tokenizer: for pieces: the content of a ``tokenizer.json``.
     """
 
     kind: Kind
@@ -92,6 +98,7 @@ class Vocabulary:
     ngrams: int = 1
     buckets: int = 0
     dimension: int = 0
+    tokenizer: str = ""
 
     @classmethod
     def build(cls, texts: Sequence[str], options: TextOptions) -> Vocabulary:
@@ -99,6 +106,8 @@ class Vocabulary:
         length = options.length or LENGTHS[options.tokens]
         if options.tokens == "characters":
             return cls("characters", length)
+        if options.tokens == "pieces":
+            return cls("pieces", length, tokenizer=_read_tokenizer(options.tokenizer, length))
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(_WORD.findall(text.lower()))
@@ -109,6 +118,8 @@ class Vocabulary:
     @property
     def size(self) -> int:
         """All token numbers are below it."""
+        if self.kind == "pieces":
+            return max(self._pieces.get_vocab().values(), default=0) + 1
         return len(ALPHABET) + 1 if self.kind == "characters" else _FIRST + len(self.words) + self.buckets
 
     @property
@@ -123,14 +134,26 @@ class Vocabulary:
             return {character: place for place, character in reversed(list(enumerate(ALPHABET, start=1)))}
         return {word: number for number, word in enumerate(self.words, start=_FIRST)}
 
+    @functools.cached_property
+    def _pieces(self) -> Any:
+        return _tokenizer(self.tokenizer, self.length)
+
+    @functools.cached_property
+    def padding(self) -> int:
+        """The token number that fills rows up: 0, or that of the tokenizer."""
+        if self.kind != "pieces":
+            return 0
+        named = (self._pieces.token_to_id(name) for name in ("[PAD]", "<pad>"))
+        return next((number for number in named if number is not None), 0)
+
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Return token numbers int32 (N, width), padded with 0.
+        """Return token numbers int32 (N, width), filled up with ``padding``.
 
         An n-gram of words w₁ … wₙ has the number 2 + known words + h(w₁ … wₙ) mod buckets, with fastText's hash
         h(w₁ … wₙ) = h(w₁ … wₙ₋₁) · 116049371 + h(wₙ) modulo 2⁶⁴, and :func:`hashed` for a word. Unknown words have
         n-grams too.
         """
-        rows = np.zeros((len(texts), self.width), np.int32)
+        rows = np.full((len(texts), self.width), self.padding, np.int32)
         for start in range(0, len(texts), _CHUNK):
             part = texts[start : start + _CHUNK]
             place = slice(start, start + len(part))
@@ -139,6 +162,9 @@ class Vocabulary:
                 for row, text in zip(rows[place], part, strict=True):
                     found = [numbers.get(character, 0) for character in text.lower()[: self.length]]
                     row[: len(found)] = found
+            elif self.kind == "pieces":
+                for row, pieces in zip(rows[place], self._pieces.encode_batch(list(part)), strict=True):
+                    row[: len(pieces.ids)] = pieces.ids
             else:
                 self._encode_words(rows[place], part)
         return torch.from_numpy(rows)
@@ -206,6 +232,33 @@ def hashed(word: str) -> int:
     for byte in word.encode("utf-8", "surrogatepass"):
         value = ((value ^ (byte if byte < 128 else byte | 0xFFFFFF00)) * 16777619) & 0xFFFFFFFF
     return value if value < 1 << 31 else value | 0xFFFFFFFF00000000
+
+
+def _tokenizer(content: str, length: int) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise InputError("text: tokens = 'pieces' needs tokenizers: pip install 'peerbayes[text]'") from None
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(length)
+    return tokenizer
+
+
+def _read_tokenizer(path: str, length: int) -> str:
+    """Return the content of a ``tokenizer.json`` that can cut texts to a length."""
+    try:
+        content = Path(path).expanduser().read_text(encoding="utf-8")
+        found = len(_tokenizer(content, length).encode("a " * length).ids)
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: the tokenizer can't be read ({error.strerror})") from None
+    except Exception as error:  # the library raises plain ones
+        raise InputError(f"{path}: cannot be read as a tokenizer ({error})") from None
+    if found > length:
+        raise InputError(f"{path}: the tokenizer's own marks do not fit in texts of {length} pieces")
+    return content
 
 
 def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:

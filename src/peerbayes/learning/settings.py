@@ -19,12 +19,13 @@ CUSTOM = "custom"  # the network of a peer that came from Python, not from a rec
 class Text(Strict):
     """How texts become token numbers; see `peerbayes.data.TextOptions`."""
 
-    tokens: Literal["words", "characters"] = "words"
+    tokens: Literal["words", "characters", "pieces"] = "words"
     ngrams: PositiveInt = 1
     length: PositiveInt | None = None
     buckets: PositiveInt = 20_000
     vocabulary: PositiveInt = 30_000
     vectors: str = ""
+    tokenizer: str = ""
 
 
 class Data(Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,19 +18,34 @@ _SAID = 10**9
 
 
 def norm_and_value(value: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
-    """Return ‖∇ value‖ over the parameters, and the value, (2,), of means over processes; the graph is kept."""
+    """Return ‖∇ value‖ over the parameters, and the value, (2,), of means over processes; the graph is kept.
+
+    The norm of a value that no gradient flows from is NaN.
+    """
     parts: Sequence[Tensor] = ()
     if value.requires_grad:
         parts = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
     flat = torch.cat([part.detach().flatten().float() for part in (*parts, value)])
     world.average([flat])
-    return torch.stack([flat[:-1].square().sum().sqrt(), flat[-1]])
+    norm = flat[:-1].square().sum().sqrt() if parts else flat.new_full((), math.nan)
+    return torch.stack([norm, flat[-1]])
 
 
 def shares_of(norms: Mapping[str, float]) -> dict[str, float]:
-    """Return each term's norm over the sum of all of them; zeros where all are 0."""
-    whole = sum(norms.values()) or 1.0
-    return {term: norm / whole for term, norm in norms.items()}
+    """Return each term's norm over the sum of all of them, NaN as 0; zeros where all are 0."""
+    known = {term: 0.0 if math.isnan(norm) else norm for term, norm in norms.items()}
+    whole = sum(known.values()) or 1.0
+    return {term: norm / whole for term, norm in known.items()}
+
+
+def _on_purpose(measured: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """Return whether a term has nothing to say to a peer by what it is.
+
+    It is switched off, its value is a constant 0 (the KL of a point, lessons of a peer whom nobody teaches), or the
+    peer is the best, who teaches the rest.
+    """
+    (norm, value), off = measured, 0 in map(options.get, OFF)
+    return off or (value == 0 and (math.isnan(norm) or options.get("graph") == "best_to_rest"))
 
 
 def newly_inert(shares: Mapping[str, float], counts: dict[str, int], peer: str) -> list[str]:
@@ -55,12 +71,12 @@ def note_shares(
     Args:
         peer: its name.
         measured: ‖∇ term‖ and the term's value, by term.
-        options: of the terms; a weight or an order of 0 is inert on purpose, and so is the first
-            step of what is annealed.
+        options: of the terms; what is inert on purpose, as with a weight of 0, is not spoken of, nor the
+            first step of what is annealed.
         position: where the run stands.
     """
     shares = position.shares[peer] = shares_of({term: norm for term, (norm, _) in measured.items()})
-    wanted = {term: share for term, share in shares.items() if 0 not in map(options[term].get, OFF)}
+    wanted = {term: share for term, share in shares.items() if not _on_purpose(measured[term], options[term])}
     if position.stage_step == 0:
         wanted = {term: share for term, share in wanted.items() if not options[term].get("anneal")}
     return [

@@ -4,11 +4,13 @@ from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, 
 from peerbayes.networks.features import capture, find_layer
 from peerbayes.networks.pretrained import starting_point
 from peerbayes.networks.registry import Inputs, Normalize, Normalized, WordVectors, build, names, network
+from peerbayes.networks.text import SequenceClassifier
 
 __all__ = [
     "Inputs",
     "Normalize",
     "Normalized",
+    "SequenceClassifier",
     "WordVectors",
     "build",
     "capture",

@@ -143,13 +143,14 @@ class SequenceClassifier(nn.Module):
 
     Args:
         model: is called with ``input_ids`` and ``attention_mask``, and returns an object with ``logits``.
-        padding: the token number that the attention mask leaves out.
+        padding: the token number that the attention mask leaves out; by default that of the model's ``config``, or 0.
     """
 
-    def __init__(self, model: nn.Module, padding: int = 0) -> None:
+    def __init__(self, model: nn.Module, padding: int | None = None) -> None:
         super().__init__()
         self.model = model
-        self.padding = padding
+        known = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self.padding: int = padding if padding is not None else known or 0
 
     def forward(self, x: Tensor) -> Tensor:
         ids = x.long()

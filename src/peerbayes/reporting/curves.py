@@ -27,14 +27,14 @@ ENDINGS = (".png", ".pdf", ".svg")
 MEASURED = ("flatness", "line", "perturbations", "confidence", "bytes", "pipeline")
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
-    "test_nll": ("test loss (nats per image)", 1),
+    "test_nll": ("test loss (nats)", 1),
     "test_accuracy": ("test accuracy (%)", 100),
     "train_nll": ("training loss", 1),
-    "gap": ("test − training loss (nats per image)", 1),
-    "pairwise_diversity": ("KL between two peers (nats per image)", 1),
-    "disagreement_rate": ("two peers disagree (% of images)", 100),
+    "gap": ("test − training loss (nats)", 1),
+    "pairwise_diversity": ("KL between two peers (nats)", 1),
+    "disagreement_rate": ("two peers disagree (% of test items)", 100),
     "probability_variance": ("variance of probabilities over peers", 1),
-    "nll": ("NLL (nats per image)", 1),
+    "nll": ("NLL (nats)", 1),
     "accuracy": ("accuracy (%)", 100),
 }
 
@@ -151,7 +151,7 @@ def best_alpha(found: Record) -> Figure:
         axes.set_ylabel(f"{found['split']} accuracy (%)")
     note = "Mean and standard error over seeds; grey: each seed\ndiamond: the best mean"
     if found["split"] == "test":
-        note += ", of the test split: not all runs have validation figures"
+        note += " of the test split:\nnot all runs have validation figures"
     figure.suptitle(note, fontsize=8)
     return figure
 
@@ -229,7 +229,7 @@ def _epochs(found: Record, columns: Sequence[Sequence[str]]) -> Figure:
                     look = looks[_label(series["alpha"])]
                     _line(axes, series["epochs"], series[key], LABELS[key][1], look, style)
             axes.set_xlabel("epoch")
-            axes.set_ylabel("loss (nats per image)" if len(keys) > 1 else LABELS[keys[0]][0])
+            axes.set_ylabel("loss (nats)" if len(keys) > 1 else LABELS[keys[0]][0])
             axes.set_title(_heading(experiment))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     # Colours and markers are alphas, styles are peers and losses.
@@ -253,7 +253,7 @@ def flatness(found: Record) -> Figure:
             label = f"{_label(series['alpha'])}: rise {series['sharpness']['mean']:.3g}"
             _line(axes, found["distances"], series["loss"], 1, look, "-", label)
         axes.set_xlabel("distance along the direction (1: the length of each filter)")
-        axes.set_ylabel("training loss (nats per image)")
+        axes.set_ylabel("training loss (nats)")
         axes.set_title(_heading(experiment))
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     figure.suptitle(

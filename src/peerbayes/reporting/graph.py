@@ -16,8 +16,8 @@ from peerbayes.reporting.records import Record
 SIGNS = {"alpha": "α", "temperature": "T", "weight": "weight"}
 
 
-def _shown(lesson: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(f"{SIGNS[key]} = {alpha_title(lesson[key])}" for key in keys)
+def _shown(lesson: Mapping[str, Any], keys: Sequence[str], between: str = ", ") -> str:
+    return between.join(f"{SIGNS[key]} = {alpha_title(lesson[key])}" for key in keys)
 
 
 def _differing(lessons: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,7 +75,7 @@ def graph_figure(record: Record) -> Figure:
     differing = _differing(record["lessons"])
     style = "--" if record["graph"] == "best_to_rest" else "-"
     for lesson in record["lessons"]:
-        _arrow(axes, places[lesson["teacher"]], places[lesson["student"]], _shown(lesson, differing), style, size)
+        _arrow(axes, places[lesson["teacher"]], places[lesson["student"]], _shown(lesson, differing, "\n"), style, size)
     return figure
 
 
@@ -96,4 +96,4 @@ def _arrow(
         x, y = x0 + 0.58 * (x1 - x0), y0 + 0.58 * (y1 - y0)
         x, y = x + bend / 2 * (y1 - y0), y - bend / 2 * (x1 - x0)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
-        axes.text(x, y, label.replace(", ", "\n"), ha="center", va="center", fontsize=8, bbox=box, zorder=5)
+        axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)

@@ -42,6 +42,7 @@ def report_page(
         heading=heading,
         subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
         main=_table(records, tables.FIGURES),
+        last={heading: _table(found, tables.LAST) for heading, found in tables.last_headings(records).items()},
         outside={
             other: _table(tables.only_outside(records, other), tables.DETECTED)
             for other in tables.outside_names(records)

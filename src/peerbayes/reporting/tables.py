@@ -17,6 +17,7 @@ from peerbayes.reporting.records import Record
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 AVERAGED = "averaged"  # where figures of a peer's members as one network stand
@@ -133,6 +134,19 @@ def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
     return _elsewhere(records, lambda judged: judged.get(AVERAGED, {}).get(way))
 
 
+def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records with means over their last epochs, by a heading; those stand in the place of the figures."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if "last_epochs" in record:
+            epochs = record["last_epochs"]["epochs"]
+            peers = [{"name": name, **figures} for name, figures in record["last_epochs"]["peers"].items()]
+            rest = {key: value for key, value in record.items() if key != "ensemble"}
+            heading = f"the mean over the last {epochs} epochs" if epochs > 1 else "the last epoch"
+            found.setdefault(f"{heading}, on the test split", []).append(rest | {"peers": peers})
+    return found
+
+
 def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
     found = []
     for record in records:
@@ -200,6 +214,8 @@ def text_table(records: Sequence[Record], calibrated: bool = False) -> str:
     for way in averaged_ways(records):
         heading = f"members as one network, averaged by {way}:"
         text += ["", heading, *_section(only_averaged(records, way), columns, FIGURES)]
+    for heading, last in last_headings(records).items():
+        text += ["", f"{heading}:", *_section(last, LAST, LAST)]
     if bad := only_corrupted(records):
         heading = "on corrupted images, the mean over 15 types and 5 severities:"
         text += ["", heading, *_section(bad, FIGURES, FIGURES)]

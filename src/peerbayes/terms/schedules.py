@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -37,6 +38,10 @@ class Schedule(Strict):
                 raise ValueError("the epochs in 'at' must rise")
         elif self.start is None or self.end is None or self.epochs is None:
             raise ValueError(f"a {self.schedule} schedule needs 'start', 'end' and 'epochs'")
+        others = ("start", "end", "epochs") if self.schedule == "steps" else ("values", "at")
+        for key in others:
+            if getattr(self, key) is not None:
+                raise ValueError(f"a schedule of kind '{self.schedule}' has no '{key}'")
         return self
 
 
@@ -45,10 +50,14 @@ def value_at(number: float | Mapping[str, Any], epoch: float | Tensor) -> float 
     if not isinstance(number, Mapping):
         return number
     if number["schedule"] == "steps":
-        first, *rest = number["values"]
-        changes = [after - before for before, after in zip([first, *rest], rest)]
-        passed = [epoch >= when for when in number["at"]]
-        return first + sum(change * there for change, there in zip(changes, passed))  # type: ignore[no-any-return]
+        value, *rest = number["values"]
+        for when, after in zip(number["at"], rest, strict=True):
+            # Chosen, not summed up: a step to 0 has to be exactly 0.
+            if isinstance(epoch, Tensor):
+                value = torch.where(epoch >= when, after, value)
+            elif epoch >= when:
+                value = after
+        return value  # type: ignore[no-any-return]
     start, end = number["start"], number["end"]
     if number["schedule"] == "linear":
         return start + (end - start) * _capped(epoch / number["epochs"])  # type: ignore[no-any-return]
