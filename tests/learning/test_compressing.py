@@ -15,6 +15,7 @@ import peerbayes as pb
 from commands import refused
 from peerbayes import cli
 from peerbayes.learning import load_recipe, train
+from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
 from peerbayes.posteriors import MeanField, Shared, storage
 from peerbayes.sharing import Sharing, gradient_statistic, share, shared_weights
@@ -207,6 +208,9 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior.components=1000000", "components is 1000000, but there are only"),
         ("peers.0.posterior.merge.rule=mean", "peers.0.posterior.merge.rule"),
         ("peers.0.posterior.sampling=some", "peers.0.posterior.sampling"),
+        ("peers.0.posterior.thrift=inf", "peers.0.posterior.thrift"),
+        ("peers.0.posterior.thrift=1e-30", "thrift is too small"),
+        ("peers.0.posterior.smallest=1000000", "ask for fewer than 256, or lower smallest"),
     ],
 )
 def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, capsys, change, sentence):
@@ -225,6 +229,22 @@ def test_more_components_than_weights_are_refused_before_a_network_gets_its_scal
     size = shared_weights(field["net"])[0].size
     assert found == f"peer 'net': posterior.components is 1000000, but there are only {size} weights to share"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gates_of_merging_see_gradients_where_there_are_no_outliers_too(field, tmp_path):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=1", "peers.0.posterior.outliers=false"]
+    gates = ["peers.0.posterior.merge.gradient_gate=1e-30", "peers.0.posterior.merge.distance=1e-4"]
+    recipe = load_recipe("sharing/digits-resnet8-shared", [*changes, *gates])
+    run = train(recipe, tmp_path / "x", device="cpu")
+    log = json.loads((run.folder / "sharing.json").read_text())["net"]["merging"]
+    assert log["merged"] == 0
+    assert log["gradient_alone"] == log["near"] > 0
+
+
+def test_a_row_of_the_paper_is_that_of_one_recipe():
+    claims = [load_recipe(name).reproduces for name in packaged() if name.startswith("sharing/")]
+    rows = [claim for claim in claims if claim.startswith("paper 4")]
+    assert len(rows) == len(set(rows)) > 20
 
 
 def test_a_point_can_not_be_shared_directly(field, tmp_path):

@@ -58,7 +58,7 @@ def looped(found, slope, spread, rule, **options):
             one = merged(found.select(torch.tensor([i])), found.select(torch.tensor([j])), rule)
             a, b = float(found.count[i]), float(found.count[j])
             delta = float(found.mean[i, 0] - found.mean[j, 0])
-            slope[i] = (a * slope[i] + b * slope[j]) / (a + b)
+            slope[i] = slope[i] + slope[j]
             spread[i] = (a * spread[i] + b * spread[j]) / (a + b) + a * b / (a + b) ** 2 * delta**2
             mean[i], cov[i], count[i] = one.mean[0], one.covariance[0], one.count[0]
             groups[i] = groups[i] + groups[j]
@@ -159,7 +159,7 @@ def three():
 def test_what_a_merged_component_has():
     slope, spread = float64([1000.0, 3000.0, 7.0]), float64([4e-8, 8e-8, 1e-9])
     left, slope, spread, where = _joined(three(), slope, spread, torch.tensor([[0], [1]]), "moment")
-    torch.testing.assert_close(slope, float64([1500.0, 7.0]))
+    torch.testing.assert_close(slope, float64([4000.0, 7.0]))
     torch.testing.assert_close(spread, float64([5e-8 + 3 / 16 * 1e-10, 1e-9]), rtol=1e-12, atol=0)
     assert where.tolist() == [0, 0, 1]
     assert left.count.tolist() == [40.0, 5.0]

@@ -11,7 +11,7 @@ from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField
 from peerbayes.posteriors.index_codec import encode
-from peerbayes.sharing import Sharing, kmeans, nearest, share, thrifty
+from peerbayes.sharing import Sharing, kmeans, nearest, share, thrift, thrifty
 
 
 def normal_points(n=200_000, scale=1.0, seed=0):
@@ -98,3 +98,48 @@ def test_a_thrifty_codebook_takes_fewer_bytes_at_the_same_exactness():
 def test_a_bit_is_worth_something(worth):
     with pytest.raises(InputError, match=r"worth is .*: expected a positive number"):
         thrifty(normal_points(10), torch.zeros(10, dtype=torch.int64), worth)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_said_to_be_one(value):
+    points = normal_points(10)
+    points[3, 0] = value
+    with pytest.raises(InputError, match="points has entries that are not finite"):
+        thrifty(points, torch.zeros(10, dtype=torch.int64), 1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_weights_that_are_all_the_same_are_one_component(count):
+    network = nn.Linear(count, 1)
+    nn.init.constant_(network.weight, 0.05)
+    posterior = MeanField(network, gain=0.01, start_from=network)
+    book, account = share(posterior, Sharing(thrift=0.006, outliers=False), None)
+    assert account["components"] == 1
+    torch.testing.assert_close(book.component[0, 0], torch.tensor(0.05))
+
+
+def test_so_much_thrift_leaves_one_component_and_so_little_is_refused():
+    posterior = MeanField(network := nn.Linear(400, 200), gain=0.1, start_from=network)
+    book, _ = share(posterior, Sharing(thrift=1e6, outliers=False), None)
+    assert len(book.component) == 1
+    torch.testing.assert_close(book.component[0, 0], network.weight.detach().mean(), rtol=0, atol=1e-7)
+    for small in (1e-15, 1e-300):  # with more squares than are allowed, and more than can be told apart
+        with pytest.raises(InputError, match=r"thrift is too small: .* more than 65,536 squares"):
+            share(posterior, Sharing(thrift=small, outliers=False), None)
+
+
+@pytest.mark.parametrize("near", [1, 8])
+def test_of_many_centres_the_near_ones_are_looked_at_and_it_is_still_the_cheapest_of_all(near, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    points = torch.randn(3000, 2, generator=generator, dtype=torch.float64)
+    part = torch.arange(3).repeat_interleave(1000)
+    monkeypatch.setattr(thrift, "MANY", 10**6)
+    plain = thrifty(points, part, 1e-3)
+    assert len(plain[0]) > 500
+    monkeypatch.setattr(thrift, "MANY", 100)
+    monkeypatch.setattr(thrift, "NEAR", near)
+    calls, nearby = [], thrift.nearest
+    monkeypatch.setattr(thrift, "nearest", lambda *given: calls.append(given) or nearby(*given))
+    for expected, found in zip(plain, thrifty(points, part, 1e-3), strict=True):
+        assert torch.equal(found, expected)
+    assert calls

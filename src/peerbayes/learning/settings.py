@@ -122,7 +122,7 @@ class Shared(Strict):
     outliers: bool = True
     blend: bool = True
     em_steps: Annotated[int, Field(ge=0)] = 0
-    thrift: Annotated[float, Field(ge=0)] = 0.0
+    thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     merge: Merge = Merge()
     sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
     prior: Literal["anchored", "normal"] = "anchored"

@@ -96,7 +96,7 @@ def shared_of(
     from peerbayes.sharing import Sharing, gradient_statistic, share
 
     table = options.model_dump(exclude={"kind", *DRAWN})
-    needed = options.outliers and options.top > 0
+    needed = options.merge.distance > 0 or (options.outliers and options.top > 0)
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
     book, account = share(posterior, Sharing(**table), gradient, seed)
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}

@@ -97,8 +97,9 @@ def share(
     if options.thrift:
         sizes = torch.tensor(layout.sizes, device=mean.device)
         part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
-        worth = options.thrift * float(points[inside].var(0, correction=0).sum())
-        centres, labels = thrifty(points[inside], part, worth)
+        # Weights that are all the same are one component, whatever a bit is worth.
+        unit = float(points[inside].var(0, correction=0).sum()) or 1.0
+        centres, labels = thrifty(points[inside], part, options.thrift * unit)
         count = len(centres)
     else:
         centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
@@ -116,7 +117,8 @@ def share(
     inside, labels = inside[~few], labels[~few]
     found, labels = _kept(found, ~small, labels)
     if not len(found.mean):
-        raise InputError(f"every component has fewer than {options.smallest} weights; ask for fewer than {count}")
+        fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
+        raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
     log: dict[str, Any] = {}
     if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
         spread = found.covariance[:, 0, 0]

@@ -45,11 +45,11 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
     Returns:
         Indices of centres, int64, shape ``(N, count)``, nearest first; of equal distances the lower index first.
     """
-    _check_points("points", points, least=0)
+    check_points("points", points, least=0)
     present = ~centres.isnan().any(-1)
     if not bool(present.all()):
         return present.nonzero().squeeze(1)[nearest(points, centres[present], count)]
-    _check_points("centres", centres)
+    check_points("centres", centres)
     if not 1 <= count <= len(centres):
         raise InputError(f"count is {count} and there are {len(centres)} centres: expected 1 to {len(centres)}.")
     table = _table(centres.double(), min(max(_NARROW, count), _WIDE))
@@ -195,7 +195,7 @@ def kmeans(
     Returns:
         The centres, float64, shape ``(K, 2)``.
     """
-    _check_points("points", points)
+    check_points("points", points)
     if not 1 <= count <= len(points):
         raise InputError(f"count is {count} and there are {len(points)} points: expected 1 to {len(points)} centres.")
     if rounds < 0 or full < 0 or batch < 1:
@@ -332,7 +332,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
     Returns:
         K components. One without members has count 0 and a mean that is not a number, so that it is nearest to none.
     """
-    _check_points("points", points)
+    check_points("points", points)
     _check_labels(labels, len(points), count)
     order, size = _by_label(labels, count)
     points, labels = points.double()[order], labels[order]
@@ -374,7 +374,7 @@ def em(
     Returns:
         The components; counts are ``n π_k``.
     """
-    _check_points("points", points)
+    check_points("points", points)
     if steps < 0 or batch < 1:
         raise InputError(f"steps and batch are {steps} and {batch}: expected at least 0 and 1.")
     points = points.double()
@@ -421,7 +421,8 @@ def _eye(like: Tensor) -> Tensor:
     return torch.eye(2, dtype=like.dtype, device=like.device)
 
 
-def _check_points(name: str, points: Tensor, least: int = 1) -> None:
+def check_points(name: str, points: Tensor, least: int = 1) -> None:
+    """Refuse what is not (n, 2), floating-point and finite, with n of at least ``least``."""
     if points.dim() != 2 or points.shape[1] != 2 or len(points) < least or not points.is_floating_point():
         raise InputError(
             f"{name} is a {points.dtype} tensor of shape {tuple(points.shape)}: expected floating-point (n, 2)."

@@ -32,8 +32,8 @@ def merge(
     round all pairs merge that are each other's best: of least W₂², equal ones by the lower indices. The nearest pair
     of all is one of them, so every round merges while a pair qualifies.
 
-    A merged component has the sum of the counts, the count-weighted mean of ``|gradient|``, and as its spread the
-    pooled variance ``(n₁v₁ + n₂v₂)/n + (n₁n₂/n²)(μ₁ − μ₂)²``, whatever the rule is.
+    A merged component has the sum of the counts, the sum of ``|gradient|`` (its mean moves all members), and as its
+    spread the pooled variance ``(n₁v₁ + n₂v₂)/n + (n₁n₂/n²)(μ₁ − μ₂)²``, whatever the rule is.
 
     Args:
         components: K components.
@@ -113,7 +113,7 @@ def _joined(
     one = merged(first, second, rule)
     share = torch.where(one.count > 0, second.count / one.count.clamp_min(1e-300), 0.5)
     between = (first.mean[:, 0] - second.mean[:, 0]).square()
-    slope = slope.index_put((low,), slope[low] + share * (slope[high] - slope[low]))
+    slope = slope.index_put((low,), slope[low] + slope[high])
     pooled = spread[low] + share * (spread[high] - spread[low]) + share * (1 - share) * between
     spread = spread.index_put((low,), pooled)
     components = replace(

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.sharing.clustering import member_moments
+from peerbayes.sharing.clustering import check_points, member_moments, nearest
+
+MOST = 1 << 16  # centres
+MANY, NEAR = 1024, 8  # of so many centres, so many are looked at for each point, as long as none farther off can win
+_CHUNK = 1 << 18
 
 
 def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
@@ -23,7 +27,7 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
     Args:
         points: shape ``(n, 2)``.
         part: where each point belongs, int64, shape ``(n,)``: each part has frequencies of its own, as in the file.
-        worth: squared distance that a bit may cost.
+        worth: squared distance that a bit may cost; so much that there are at most 65,536 centres.
         steps: of Lloyd.
 
     Returns:
@@ -32,12 +36,14 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
     [1] Gish and Pierce, IEEE Transactions on Information Theory 14 (1968).
     [2] Chou, Lookabaugh and Gray, IEEE Transactions on Acoustics, Speech, and Signal Processing 37 (1989).
     """
+    check_points("points", points)
     if not 0 < worth < math.inf:
         raise InputError(f"worth is {worth}: expected a positive number.")
     points, parts = points.double(), int(part.max()) + 1
-    squares = (points / math.sqrt(6 * worth / math.log(2))).round()
-    cells, labels = squares.unique(dim=0, return_inverse=True)
-    _, centres, _ = member_moments(points, labels, points.new_zeros(len(cells), 2))
+    count, labels = _squares(points, math.sqrt(6 * worth / math.log(2)))
+    if count > MOST:
+        raise InputError(f"thrift is too small: a bit is worth {worth:g}, which makes more than {MOST:,} squares.")
+    _, centres, _ = member_moments(points, labels, points.new_zeros(count, 2))
     for _ in range(steps):
         found = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
         if torch.equal(found, labels):
@@ -48,8 +54,35 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
     return centres, labels
 
 
+def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
+    """Return how many squares of this width have points, and which one each point is in, int64 ``(n,)``."""
+    places = (points / width).round_()
+    places -= places.amin(0)
+    rows, columns = (places.amax(0) + 1).tolist()
+    if not rows * columns < 1 << 53:  # float64 would not tell them apart
+        return 1 << 53, torch.empty(0, dtype=torch.int64)
+    # By one number: unique rows take several times as long, and as much memory.
+    cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
+    return len(cells), labels
+
+
 def _cheapest(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
     """Return the centre with the least squared distance + cost by (part, centre) of every point."""
+    if len(centres) <= MANY:
+        return _cheapest_of_all(points, part, centres, cost)
+    found, least = [], cost.amin(1)
+    for here, own in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
+        near = nearest(here, centres, NEAR)
+        square = (here.unsqueeze(1) - centres[near]).square_().sum(2)
+        total, place = (square + cost[own.unsqueeze(1), near]).min(1)
+        label = near.gather(1, place.unsqueeze(1)).squeeze(1)
+        left = (square[:, -1] + least[own] < total).nonzero().squeeze(1)
+        label[left] = _cheapest_of_all(here[left], own[left], centres, cost)
+        found.append(label)
+    return torch.cat(found)
+
+
+def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
     found = torch.empty(len(points), dtype=torch.int64, device=points.device)
     # A processor wants its working set in the cache, an accelerator many points at once.
     size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
