@@ -14,7 +14,7 @@ from peerbayes.posteriors.index_codec import encode
 from peerbayes.sharing import Sharing, kmeans, nearest, share, thrift, thrifty
 
 
-def normal_points(n=200_000, scale=1.0, seed=0):
+def normal_points(n=60_000, scale=1.0, seed=0):
     drawn = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     return torch.stack([drawn, torch.full_like(drawn, 1e-3)], 1)
 

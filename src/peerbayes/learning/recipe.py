@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -64,10 +66,12 @@ class Recipe(Strict):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def packaged() -> dict[str, Path]:
+@functools.cache
+def packaged() -> Mapping[str, Path]:
     """Return the recipes that come with the library, by name (``mutual/digits-ours``)."""
     root = Path(str(resources.files("peerbayes"))) / "recipes"
-    return {str(path.relative_to(root).with_suffix("").as_posix()): path for path in sorted(root.rglob("*.toml"))}
+    found = sorted(root.rglob("*.toml"))
+    return MappingProxyType({path.relative_to(root).with_suffix("").as_posix(): path for path in found})
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
