@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -52,11 +51,8 @@ def value_at(number: float | Mapping[str, Any], epoch: float | Tensor) -> float 
     if number["schedule"] == "steps":
         value, *rest = number["values"]
         for when, after in zip(number["at"], rest, strict=True):
-            # Chosen, not summed up: a step to 0 has to be exactly 0.
-            if isinstance(epoch, Tensor):
-                value = torch.where(epoch >= when, after, value)
-            elif epoch >= when:
-                value = after
+            passed = (epoch >= when) * 1.0  # chosen by 0 and 1, not summed up: a step to 0 has to be exactly 0
+            value = value * (1 - passed) + after * passed
         return value  # type: ignore[no-any-return]
     start, end = number["start"], number["end"]
     if number["schedule"] == "linear":
