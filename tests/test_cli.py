@@ -114,6 +114,18 @@ def test_evaluate_prints_the_table_of_the_record(trained):
         assert line.split()[-3:] == [f"{100 * peer['accuracy']:.2f}", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
 
 
+def test_evaluate_sorts_peers_in_the_table_alone(trained):
+    run, record = trained
+    before = contents(run)
+    text = called("evaluate", run, "--sort-peers", "--device", "cpu")
+    ranked = sorted(record["peers"], key=lambda peer: peer["accuracy"])
+    for name, peer in zip(("worst", "best"), ranked, strict=True):
+        line = next(line for line in text.splitlines() if f" {name} " in line)
+        assert line.split()[-3:] == [f"{100 * peer['accuracy']:.2f}", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
+    assert json.loads(called("evaluate", run, "--sort-peers", "--json", "--device", "cpu")) == record
+    assert contents(run) == before
+
+
 def test_evaluate_against_another_data_set(trained, place):
     save_npz(place / "outside.npz", images=np.random.default_rng(9).integers(0, 255, (90, 8, 8), dtype=np.uint8))
     text = called("evaluate", trained[0], "--ood", place / "outside.npz", "--json", "--device", "cpu")
