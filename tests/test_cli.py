@@ -264,6 +264,11 @@ BAD_SETTINGS = {
     "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
     "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
     "too much validation": (change("data.validation=60"), "data.validation must leave training images: got 60, "),
+    "statistics of colours": (
+        change("data.stats=imagenet"),
+        "data.stats = 'imagenet' is for images of 3 channels, but small has 1",
+    ),
+    "unknown statistics": (change("data.stats=imagnet"), "data.stats: input should be 'imagenet', got 'imagnet'"),
     "missing data": (change("data.name=cifar10"), "name another data root by --data-root "),
     "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
     "layer": (

@@ -558,6 +558,10 @@ def test_texts_and_images_are_not_mixed_up(tmp_path):
         (lambda: load_texts("digits", vocabulary), "digits holds images, expected texts"),
         (lambda: load("digits", text=TextOptions()), "digits holds images: leave out the options of text"),
         (lambda: load("clinc150", root=tmp_path, size=8), "clinc150 holds texts: size is for images"),
+        (
+            lambda: load("clinc150", root=tmp_path, stats="imagenet"),
+            "stats = 'imagenet' is for images, but clinc150 holds texts",
+        ),
         (lambda: ArraySplit(torch.zeros(3, 2, 2, dtype=torch.int32)), r"token numbers of texts \(N, L\)"),
     ]:
         with pytest.raises(InputError, match=message):

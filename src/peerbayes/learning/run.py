@@ -197,11 +197,12 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
             root=root,
             validation=options.validation,
             size=options.size,
+            stats=options.stats,
             text=None if options.text is None else TextOptions(**options.text.model_dump()),
             vocabulary=vocabulary,
         )
     except InputError as error:
-        raise InputError(f"data.{error}" if str(error).startswith("validation ") else str(error)) from error
+        raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
