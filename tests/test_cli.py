@@ -264,6 +264,15 @@ BAD_SETTINGS = {
     "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
     "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
     "too much validation": (change("data.validation=60"), "data.validation must leave training images: got 60, "),
+    "pairs without names": (
+        change('stages.0.terms.mutual.graph=[["a", "b"]]'),
+        "stages.0.terms.mutual.graph.0: input should be a table with keys teacher, student, alpha, temperature, weight"
+        ", got ['a', 'b']",
+    ),
+    "posterior by name": (
+        change("peers.0.posterior=point"),
+        "peers.0.posterior: input should be a valid dictionary, got 'point'",
+    ),
     "statistics of colours": (
         change("data.stats=imagenet"),
         "data.stats = 'imagenet' is for images of 3 channels, but small has 1",

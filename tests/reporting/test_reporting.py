@@ -79,6 +79,8 @@ def test_runs_of_renyi_divergences_are_told_apart_by_their_order():
     methods = list(dict.fromkeys(row.method for row in tables.rows(given)))
     assert methods == ["Independent", "Rényi 1.5", "Rényi linear 2→0.5 in 30 epochs"]
     assert "Rényi 1.5 − Independent" in tables.text_table(given)
+    short = record("renyi", 0, (0.9, 0.9), alpha=schedule | {"epochs": 1.0})
+    assert tables.rows([short])[0].method == "Rényi linear 2→0.5 in 1 epoch"
     mixed = [record("ours", 0, (0.9, 0.9), alpha=1.0)]  # other methods have names of their own
     assert tables.rows(mixed)[0].method == "Ours"
 
