@@ -114,6 +114,18 @@ def test_evaluate_prints_the_table_of_the_record(trained):
         assert line.split()[-3:] == [f"{100 * peer['accuracy']:.2f}", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
 
 
+def test_evaluate_sorts_peers_in_the_table_alone(trained):
+    run, record = trained
+    before = contents(run)
+    text = called("evaluate", run, "--sort-peers", "--device", "cpu")
+    ranked = sorted(record["peers"], key=lambda peer: peer["accuracy"])
+    for name, peer in zip(("worst", "best"), ranked, strict=True):
+        line = next(line for line in text.splitlines() if f" {name} " in line)
+        assert line.split()[-3:] == [f"{100 * peer['accuracy']:.2f}", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
+    assert json.loads(called("evaluate", run, "--sort-peers", "--json", "--device", "cpu")) == record
+    assert contents(run) == before
+
+
 def test_evaluate_against_another_data_set(trained, place):
     save_npz(place / "outside.npz", images=np.random.default_rng(9).integers(0, 255, (90, 8, 8), dtype=np.uint8))
     text = called("evaluate", trained[0], "--ood", place / "outside.npz", "--json", "--device", "cpu")
@@ -252,6 +264,20 @@ BAD_SETTINGS = {
     "network that is not importable": (change("peers.0.network=no.where:net"), "can't be imported"),
     "other classes": (change("data.classes=10"), "the recipe is for 10 classes, but small has 3"),
     "too much validation": (change("data.validation=60"), "data.validation must leave training images: got 60, "),
+    "pairs without names": (
+        change('stages.0.terms.mutual.graph=[["a", "b"]]'),
+        "stages.0.terms.mutual.graph.0: input should be a table with keys teacher, student, alpha, temperature, weight"
+        ", got ['a', 'b']",
+    ),
+    "posterior by name": (
+        change("peers.0.posterior=point"),
+        "peers.0.posterior: input should be a valid dictionary, got 'point'",
+    ),
+    "statistics of colours": (
+        change("data.stats=imagenet"),
+        "data.stats = 'imagenet' is for images of 3 channels, but small has 1",
+    ),
+    "unknown statistics": (change("data.stats=imagnet"), "data.stats: input should be 'imagenet', got 'imagnet'"),
     "missing data": (change("data.name=cifar10"), "name another data root by --data-root "),
     "unknown data": (change("data.name=nothing"), "no data set 'nothing'"),
     "layer": (

@@ -40,6 +40,20 @@ def test_fasttext_by_hand():
     assert torch.equal(network(tokens), torch.tensor([[61.5, 6], [41.5, 4], [0.5, 0]]))
 
 
+def test_fasttext_leaves_out_the_padding_of_the_data():
+    torch.manual_seed(0)
+    network = build("fasttext", Inputs(2, (4,), (), (), tokens=5, dimension=2, padding=3))
+    assert not network.embedding.weight[3].any()
+    assert network.embedding.weight[0].any()
+    with torch.no_grad():
+        network.embedding.weight.copy_(torch.tensor([[6.0, 0], [1, 0], [2, 4], [9, 9], [0, 8]]))
+        network.linear.weight.copy_(torch.eye(2))
+        network.linear.bias.zero_()
+    tokens = torch.tensor([[0, 2, 4, 3], [0, 3, 3, 3], [3, 3, 3, 3]], dtype=torch.int32)
+    # ((6, 0) + (2, 4) + (0, 8)) / 3, (6, 0) and nothing.
+    torch.testing.assert_close(network(tokens), torch.tensor([[8 / 3, 4], [6, 0], [0, 0]]))
+
+
 @pytest.mark.parametrize("posterior", [Point, MeanField])
 def test_padding_changes_nothing(posterior):
     made = posterior(build("fasttext", WORDS), bayesian=lambda _, module: isinstance(module, nn.Embedding | nn.Linear))
@@ -71,7 +85,7 @@ def test_word_vectors_are_what_the_embedding_starts_from():
         assert float(weight[[3, 4, 6]].detach().abs().max()) <= 1 / 3
     # What a run keeps has no vectors, and rebuilds the same network for its weights.
     kept = json.loads(json.dumps(inputs.describe()))
-    assert kept == {"classes": 3, "shape": [6], "mean": [], "std": [], "tokens": 9, "dimension": 3}
+    assert kept == {"classes": 3, "shape": [6], "mean": [], "std": [], "tokens": 9, "dimension": 3, "padding": 0}
     again = Inputs(**{key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()})
     assert again == inputs
     first, second = build("fasttext_frozen", inputs), build("fasttext_frozen", again)

@@ -33,7 +33,12 @@ class Strict(Table):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, dict):
+            text = f"input should be a table with keys {', '.join(cls.model_fields)}"
+            raise PydanticCustomError("table", "{text}", {"text": text})
+        for key in given:
             if key not in cls.model_fields:
                 text = f"has no key '{key}'{cls._hint(str(key), given)}"
                 raise PydanticCustomError("unknown_key", "{text}", {"text": text})
@@ -76,7 +81,7 @@ def _sentence(error: ValidationError, given: Any) -> str:
         return f"{place} {fault['msg']}" if place else str(fault["msg"])
     if fault["type"] == "missing":
         return f"'{place}' is missing"
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
     text = f"{place}: " * bool(place) + message[0].lower() + message[1:]
     # Sentences of our own name what was given; a whole table would drown the message.
     own = fault["type"] == "value_error" or isinstance(fault["input"], dict)

@@ -293,6 +293,22 @@ def test_measured_statistics_over_several_chunks():
     assert std[1] == 1 / 255
 
 
+def test_imagenets_statistics_on_other_colour_images(tmp_path):
+    colours = np.random.default_rng(0).integers(0, 255, (60, 4, 4, 3), dtype=np.uint8)
+    np.savez(tmp_path / "colours.npz", train_images=colours, train_labels=np.arange(60) % 3)
+    own, other = load(tmp_path / "colours.npz"), load(tmp_path / "colours.npz", stats="imagenet")
+    assert (other.mean, other.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert own.mean == pytest.approx(rows(own.train).double().mean(0).view(3, 16).mean(1) / 255, abs=1e-6)
+    assert torch.equal(rows(own.train), rows(other.train))
+    for name, stats, message in (
+        ("digits", "imagenet", "stats = 'imagenet' is for images of 3 channels, but digits has 1"),
+        (tmp_path / "colours.npz", "imagnet", "stats = 'imagnet': expected 'imagenet', or None for the data's own"),
+    ):
+        with pytest.raises(InputError) as caught:
+            load(name, stats=stats)
+        assert str(caught.value) == message
+
+
 @pytest.mark.skipif(not (data_root() / "cifar100.npz").is_file(), reason="needs cifar100.npz under PEERBAYES_DATA")
 def test_published_statistics_of_cifar100_are_those_of_its_images():
     found = load("cifar100")

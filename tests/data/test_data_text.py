@@ -198,7 +198,7 @@ def test_bad_options(options, message):
 # ---- pieces of a Hugging Face tokenizer -----------------------------------------------------------------------------
 
 
-def write_tokenizer(path, pieces="[CLS] [SEP] [UNK] [PAD] play ##ing ##ed"):
+def write_tokenizer(path, pieces="[CLS] [SEP] [UNK] [PAD] play ##ing ##ed", padding="[PAD]"):
     """Word pieces with marks around a text, as BERT's; padding is not number 0, as RoBERTa's."""
     tokenizers = pytest.importorskip("tokenizers")
     numbers = {piece: number for number, piece in enumerate(pieces.split())}
@@ -208,7 +208,7 @@ def write_tokenizer(path, pieces="[CLS] [SEP] [UNK] [PAD] play ##ing ##ed"):
     marks = [("[CLS]", numbers["[CLS]"]), ("[SEP]", numbers["[SEP]"])]
     made.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
     made.enable_truncation(2)  # what the file says of lengths does not count
-    made.enable_padding(length=9)
+    made.enable_padding(length=9, pad_token=padding)
     made.save(str(path))
 
 
@@ -226,10 +226,18 @@ def test_pieces_are_the_tokenizers_own_and_survive_without_its_file(tmp_path):
     assert Vocabulary.load(tmp_path / "vocabulary.json").encode(texts).tolist() == expected
 
 
-def test_padding_without_a_name_is_0(tmp_path):
+@pytest.mark.parametrize("name", ["<pad>", "<|end|>"])
+def test_padding_has_a_name_that_is_known_or_that_the_tokenizer_gives(tmp_path, name):
+    write_tokenizer(tmp_path / "t.json", f"[CLS] [SEP] [UNK] play {name}", padding=name)
+    vocabulary = Vocabulary.build([], TextOptions(tokens="pieces", tokenizer=str(tmp_path / "t.json"), length=5))
+    assert vocabulary.encode(["play"]).tolist() == [[0, 3, 1, 4, 4]]
+
+
+def test_without_padding_no_piece_takes_its_place(tmp_path):
     write_tokenizer(tmp_path / "t.json", "[CLS] [SEP] [UNK] play")
     vocabulary = Vocabulary.build([], TextOptions(tokens="pieces", tokenizer=str(tmp_path / "t.json"), length=4))
-    assert vocabulary.encode(["play"]).tolist() == [[0, 3, 1, 0]]
+    with pytest.raises(InputError, match=r"^data\.text\.tokenizer: has no piece for padding, neither '\[PAD\]' nor"):
+        vocabulary.encode(["play"])
 
 
 def test_bad_tokenizers(tmp_path, monkeypatch):
@@ -558,6 +566,10 @@ def test_texts_and_images_are_not_mixed_up(tmp_path):
         (lambda: load_texts("digits", vocabulary), "digits holds images, expected texts"),
         (lambda: load("digits", text=TextOptions()), "digits holds images: leave out the options of text"),
         (lambda: load("clinc150", root=tmp_path, size=8), "clinc150 holds texts: size is for images"),
+        (
+            lambda: load("clinc150", root=tmp_path, stats="imagenet"),
+            "stats = 'imagenet' is for images, but clinc150 holds texts",
+        ),
         (lambda: ArraySplit(torch.zeros(3, 2, 2, dtype=torch.int32)), r"token numbers of texts \(N, L\)"),
     ]:
         with pytest.raises(InputError, match=message):

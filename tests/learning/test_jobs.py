@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import peerbayes as pb
-from commands import write_small
+from commands import save_npz, write_small
 from peerbayes.errors import InputError
-from peerbayes.learning import How
+from peerbayes.learning import How, Job, train_jobs
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +99,23 @@ def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, pla
         peers["a"].predict(torch.rand(5, 1, 9, 9))
     assert record["dataset"] == "mine"
     assert record["peers"][0]["accuracy"] == float((p.classes == pairs["test"][1]).double().mean())
+
+
+def test_networks_of_one_pack_normalise_as_their_own_recipes_say(place, tmp_path):
+    colours = np.random.default_rng(0).integers(0, 255, (90, 8, 8, 3), dtype=np.uint8)
+    data = save_npz(tmp_path / "colours.npz", images=colours)
+    changes = {"own": [], "other": ["data.stats=imagenet"]}
+    recipes = {
+        name: pb.load_recipe(place / "source.toml", [f'data.name="{data}"', *given]) for name, given in changes.items()
+    }
+    assert "stats" not in recipes["own"].to_toml()  # digests of older runs stay what they are
+    jobs = [Job(recipe, tmp_path / name, 0) for name, recipe in recipes.items()]
+    train_jobs(jobs, device="cpu")
+    kept = colours[:48].transpose(0, 3, 1, 2).reshape(48, 3, -1) / 255
+    expected = {"own": kept.mean((0, 2)), "other": [0.485, 0.456, 0.406]}
+    for name, mean in expected.items():
+        network = pb.load(tmp_path / name)["only"].network  # built anew from what the run keeps
+        assert network.normalize.mean.flatten().tolist() == pytest.approx(list(mean), abs=1e-6)
+    network, image = pb.load(tmp_path / "other")["only"].network, torch.full((1, 3, 8, 8), 0.7)
+    expected = (0.7 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(network.normalize(image)[0, :, 0, 0], expected)

@@ -42,7 +42,7 @@ ABOUT = {
     "{}": "'seed' is missing",
     '{"seed": "x"}': "seed: input should be a valid integer, got 'x'",
     '{"seed": 0, "finished": 1}': "finished: input should be a valid boolean, got 1",
-    '{"seed": 0, "finished": true, "inputs": 3}': "inputs: input should be a valid dictionary",
+    '{"seed": 0, "finished": true, "inputs": 3}': "inputs: input should be a table with keys classes, shape, mean, ",
     '{"seed": 0, "finished": true, "inputs": {"klasses": 3}}': "inputs has no key 'klasses'; did you mean 'classes'?",
     '{"seed": 0, "finished": true, "inputs": {"classes": 3}}': "'inputs.shape' is missing",
 }

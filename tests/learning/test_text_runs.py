@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+import torch
 
 from commands import ended
 from peerbayes.data import Vocabulary
@@ -83,6 +84,25 @@ def test_a_run_over_texts_learns_and_is_judged_by_its_own_vocabulary(place, caps
     assert isinstance(known, Vocabulary)
     rebuilt = train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/u", seed=0).vocabulary
     assert rebuilt.digest != known.digest
+
+
+def test_a_bag_of_pieces_leaves_out_the_tokenizers_padding_and_nothing_else(place, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = [*WORDS[1].split(), "<pad>", *WORDS[2].split(), "<unk>"]  # number 0 is a word, as in many tokenizers
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(place / "tokenizer.json"))
+    monkeypatch.chdir(place)
+    text = 'data.text={ tokens = "pieces", tokenizer = "tokenizer.json", length = 12 }'
+    train(load_recipe("mine.toml", [text, "stages.0.epochs=2"]), "runs/p")
+    run = Run("runs/p")  # whose network is built anew
+    words = ["goal goal bond", "goal", "bond " * 12]
+    network = run["a"].materialise().eval()
+    goal, bond = network.embedding.weight[[0, 20]]
+    bags = torch.stack([(2 * goal + bond) / 3, goal, bond])
+    expected = torch.nn.functional.linear(bags, network.linear.weight, network.linear.bias)
+    torch.testing.assert_close(network(run.vocabulary.encode(words)), expected)
 
 
 def test_a_damaged_vocabulary_is_named(place, capsys, monkeypatch):

@@ -79,6 +79,8 @@ def test_runs_of_renyi_divergences_are_told_apart_by_their_order():
     methods = list(dict.fromkeys(row.method for row in tables.rows(given)))
     assert methods == ["Independent", "Rényi 1.5", "Rényi linear 2→0.5 in 30 epochs"]
     assert "Rényi 1.5 − Independent" in tables.text_table(given)
+    short = record("renyi", 0, (0.9, 0.9), alpha=schedule | {"epochs": 1.0})
+    assert tables.rows([short])[0].method == "Rényi linear 2→0.5 in 1 epoch"
     mixed = [record("ours", 0, (0.9, 0.9), alpha=1.0)]  # other methods have names of their own
     assert tables.rows(mixed)[0].method == "Ours"
 
@@ -181,6 +183,37 @@ def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
     assert page.seen.count("table") == 2
     assert "75.50 ± 0.29" in page.cells
     assert "The mean over the last 10 epochs, on the test split" in page.text
+
+
+def test_sorted_peers_are_ranked_seed_by_seed_before_the_mean(records):
+    given = records[3:]  # 93 and 93, 91 and 95, 92 and 91 %
+    for place, item in enumerate(given):
+        item["peers"][0]["nll"] = 1.0 + place  # goes with the accuracy
+        first, second = ({"accuracy": accuracy, "nll": 0.5} for accuracy in (0.8 - place / 10, 0.7))
+        item["last_epochs"] = {"epochs": 10, "peers": {"scratch": first, "pretrained": second}}
+    before = copy.deepcopy(given)
+    main, last = (part.splitlines() for part in reporting.text_table(given, sort_peers=True).split("\n\n"))
+    assert [line.removeprefix("Ours").split()[0] for line in main[1:]] == ["worst", "best", "average"]
+    # 93, 91, 91 and 93, 95, 92: standard errors √(4/9) and √(7/9).
+    assert [line.split("  ")[-3].strip() for line in main[1:3]] == ["91.67 ± 0.67", "93.33 ± 0.88"]
+    # Of a tie the first one counts as the worse: 1, 2, 0.221 and 0.2, 0.212, 3.
+    assert [line.split("  ")[-2].strip().split(" ")[0] for line in main[1:3]] == ["1.074", "1.137"]
+    # 80, 70, 60 and 70 by themselves: 70, 70, 60 and 80, 70, 70.
+    assert [line.split("  ")[-2].strip() for line in last[2:4]] == ["66.67 ± 3.33", "73.33 ± 3.33"]
+    # The average stays what it is, and so do the records.
+    assert main[3].split() == reporting.text_table(given).splitlines()[3].split()
+    assert given == before
+
+
+def test_sorted_peers_of_a_larger_cohort_and_a_single_one():
+    many = record("ours", 0, (0.9, 0.8))
+    many["peers"] += [
+        {**many["peers"][0], "name": name, "accuracy": value} for name, value in (("c", 0.7), ("d", 0.85))
+    ]
+    ranked = tables.sorted_peers([many, record("dnn", 0, (0.9,))])
+    names = [(peer["name"], peer["accuracy"]) for peer in ranked[0]["peers"]]
+    assert names == [("worst", 0.7), ("2 of 4", 0.8), ("3 of 4", 0.85), ("best", 0.9)]
+    assert [peer["name"] for peer in ranked[1]["peers"]] == ["scratch"]
 
 
 def test_a_second_run_of_the_same_recipe_and_seed_is_not_lost(records):

@@ -122,17 +122,29 @@ def test_a_graph_with_an_unknown_peer_is_refused_by_name_before_anything_is_trai
     with pytest.raises(InputError) as caught:
         learner({"likelihood": {}, "mutual": {"graph": graph}}, names=("scratch", "pretrained"))
     assert str(caught.value) == (
-        "stages.0: term 'mutual': the graph has a teacher 'pretraned' who is no peer; did you mean 'pretrained'?"
+        "stages.0.terms.mutual.graph: teacher 'pretraned' is no peer; did you mean 'pretrained'?"
     )
-    with pytest.raises(InputError, match="lets peer 'a' learn from itself"):
-        value(batch("ab"), "a", graph=[{"teacher": "a", "student": "a"}])
 
 
-def test_an_empty_graph_is_refused_with_what_to_do_instead():
-    with pytest.raises(
-        InputError, match=r"graph: an empty graph lets nobody learn from anybody; for that set alpha = 0"
-    ):
-        learner({"likelihood": {}, "mutual": {"graph": []}})
+AB, BA = ({"teacher": teacher, "student": student} for teacher, student in ("ab", "ba"))
+
+
+@pytest.mark.parametrize(
+    ("graph", "sentence"),
+    [
+        ([], "an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out"),
+        ([AB, {"teacher": "b", "student": "b"}], "peer 'b' can't learn from itself"),
+        (
+            [AB, BA, AB | {"alpha": 2.0}],
+            "the edge from teacher 'a' to student 'b' stands there twice; to make it count more, give it a weight",
+        ),
+    ],
+)
+def test_a_graph_that_makes_no_sense_is_refused_by_its_key(graph, sentence):
+    with pytest.raises(InputError) as caught:
+        learner({"likelihood": {}, "mutual": {"graph": graph}})
+    assert str(caught.value) == f"test: stages.0.terms.mutual.graph: {sentence}"
+    learner({"likelihood": {}, "mutual": {"graph": [AB, BA]}})  # there and back are two edges
 
 
 # ---- schedules --------------------------------------------------------------------------------------------------

@@ -60,6 +60,9 @@ def evaluate(
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Also after temperature scaling on the validation split.")
     ] = False,
+    sort_peers: Annotated[
+        bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
+    ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,
     as_json: Json = False,
@@ -86,7 +89,7 @@ def evaluate(
                 reporting.write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
-    show(records, as_json, len(records) > 1, calibrated, folders)
+    show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers)
 
 
 def size(

@@ -29,17 +29,18 @@ def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
     return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
-def show(
-    records: list[Record], as_json: bool, many: bool, calibrated: bool = False, folders: Sequence[Path] = ()
-) -> None:
-    """Print records as a table or as JSON: a list of them where there may be many; ``folders`` tell rows apart."""
+def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
+    """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
+
+    ``folders`` tell the rows of a table apart.
+    """
     from peerbayes import reporting
 
     if as_json:
         typer.echo(json.dumps(records if many else records[0], indent=1))
         return
     placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
-    typer.echo(reporting.text_table(placed or records, calibrated))
+    typer.echo(reporting.text_table(placed or records, **table))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

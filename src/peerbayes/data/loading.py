@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from peerbayes import noise
 from peerbayes.data.corpora import Corpus, Texts, is_corpus, read_corpus
 from peerbayes.data.sources import (
+    IMAGENET_STATS,
     READERS,
     Source,
     Stored,
@@ -101,6 +102,7 @@ def load(
     root: Path | str | None = None,
     validation: int | float = 0,
     size: int | None = None,
+    stats: Literal["imagenet"] | None = None,
     text: TextOptions | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Dataset:
@@ -114,6 +116,8 @@ def load(
         validation: images to hold out of the training split: a number, or a fraction below 1.
         size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
             ImageNet, and for other folders the shortest side of the first image, at most 224.
+        stats: mean and deviation that networks normalise colour images by: ``"imagenet"`` for those of ImageNet, which
+            some papers use for all of them. By default the data's own, see `Dataset`.
         text: how texts become token numbers; its file of vectors is looked for as a relative path is.
         vocabulary: a vocabulary to use for texts, such as that of a run, instead of making one; word vectors are not
             read then.
@@ -122,6 +126,8 @@ def load(
     if isinstance(found, Corpus):
         if size is not None:
             raise InputError(f"{name} holds texts: size is for images; the length of a text is an option of text")
+        if stats is not None:
+            raise InputError(f"stats = '{stats}' is for images, but {name} holds texts")
         if text is None:
             text = TextOptions()
         elif text.vectors and not Path(text.vectors).expanduser().exists():
@@ -129,7 +135,18 @@ def load(
         return _text_data(name, found, validation, text, vocabulary)
     if text is not None or vocabulary is not None:
         raise InputError(f"{name} holds images: leave out the options of text")
-    return _image_data(name, found, validation, size)
+    loaded = _image_data(name, found, validation, size)
+    return loaded if stats is None else _normalised_by(stats, loaded)
+
+
+def _normalised_by(stats: str, loaded: Dataset) -> Dataset:
+    if stats != "imagenet":
+        raise InputError(f"stats = '{stats}': expected 'imagenet', or None for the data's own")
+    mean, std = IMAGENET_STATS
+    if loaded.shape[0] != len(mean):
+        raise InputError(f"stats = '{stats}' is for images of {len(mean)} channels, but {loaded.name} has "
+                         f"{loaded.shape[0]}")  # fmt: skip
+    return replace(loaded, mean=mean, std=std)
 
 
 def from_arrays(

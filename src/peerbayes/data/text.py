@@ -143,8 +143,12 @@ class Vocabulary:
         """The token number that fills rows up: 0, or that of the tokenizer."""
         if self.kind != "pieces":
             return 0
-        named = (self._pieces.token_to_id(name) for name in ("[PAD]", "<pad>"))
-        return next((number for number in named if number is not None), 0)
+        named = "[PAD]", "<pad>", (json.loads(self.tokenizer).get("padding") or {}).get("pad_token", "")
+        for number in map(self._pieces.token_to_id, named):
+            if number is not None:
+                return int(number)
+        raise InputError("data.text.tokenizer: has no piece for padding, neither '[PAD]' nor '<pad>', nor one that its "
+                         "own padding names (Tokenizer.enable_padding does)")  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return token numbers int32 (N, width), filled up with ``padding``.

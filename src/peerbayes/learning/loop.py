@@ -30,6 +30,7 @@ from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
+from peerbayes.terms.mutual import lessons
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
@@ -175,6 +176,9 @@ class Learner:
         for term, options in stage.terms.items():
             with within(f"{place}.terms.{term}.layers"):
                 self._probe.find_layers(options.get("layers", []))
+            if term == "mutual":
+                with within(f"{place}.terms.{term}.graph"):
+                    lessons(options, list(self.peers))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
         state = StageState(stage, self.peers, shapes, address, place)
         self.cohort.begin_stage(state, stage.layers, self._keys[number])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class _Inputs(Strict):
     std: list[float]
     tokens: int = 0
     dimension: int = 0
+    padding: int = 0
 
 
 class _About(Table):
@@ -197,11 +199,12 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
             root=root,
             validation=options.validation,
             size=options.size,
+            stats=options.stats,
             text=None if options.text is None else TextOptions(**options.text.model_dump()),
             vocabulary=vocabulary,
         )
     except InputError as error:
-        raise InputError(f"data.{error}" if str(error).startswith("validation ") else str(error)) from error
+        raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
@@ -221,9 +224,11 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
+    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors)
     known = loaded.vocabulary
-    tokens, dimension = (known.size, known.dimension) if known is not None else (0, 0)
-    return networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, tokens, dimension, loaded.vectors)
+    if known is None:
+        return found
+    return replace(found, tokens=known.size, dimension=known.dimension, padding=known.padding)
 
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:

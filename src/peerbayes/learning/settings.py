@@ -36,6 +36,7 @@ class Data(Strict):
         classes: refuse data with another number of classes.
         validation: images (or fraction) of the training split kept for validation.
         size: image size for folders.
+        stats: normalise colour images by ``imagenet``'s mean and deviation instead of the data's own.
         text: how texts become token numbers, where the data are texts.
     """
 
@@ -45,6 +46,7 @@ class Data(Strict):
     augment: list[str] = []
     validation: int | float = 0
     size: PositiveInt | None = None
+    stats: Literal["imagenet"] | None = None
     text: Text | None = None
 
     @field_validator("augment")

@@ -22,7 +22,7 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 
 DRAWN = {"sampling", "prior", "prior_std", "bits"}  # options of a shared posterior that do not make its codebook
-DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
+DATA_KEYS = {"name", "classes", "validation", "size", "stats", "text"}  # what a source must have in common with its run
 
 
 @dataclass(frozen=True)

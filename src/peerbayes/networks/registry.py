@@ -31,6 +31,7 @@ class Inputs:
         std: as ``mean``.
         tokens: for texts: all token numbers are below it. 0 for images.
         dimension: for texts: of the word vectors to start from. 0 without them.
+        padding: for texts: the token number that fills rows up.
         vectors: for texts: what the embedding starts from; not part of a network's description.
     """
 
@@ -40,6 +41,7 @@ class Inputs:
     std: tuple[float, ...]
     tokens: int = 0
     dimension: int = 0
+    padding: int = 0
     vectors: WordVectors | None = field(default=None, repr=False, compare=False)
 
     def describe(self) -> dict[str, Any]:

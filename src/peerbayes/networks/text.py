@@ -1,4 +1,4 @@
-"""Networks for texts, which come as rows of token numbers (B, L) with 0 for padding."""
+"""Networks for texts, which come as rows of token numbers (B, L), filled up with ``inputs.padding``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class FastText(nn.Module):
     """Mean of the embeddings of all words and n-grams, then linear layers (Joulin et al. 2017).
 
     Padding is no part of the mean. The embeddings start uniform on ±1/dimension, as fastText's do, but for padding and
-    unknown words, which start at 0, and for words with a vector in ``inputs.vectors``.
+    token 1, an unknown word, which start at 0, and for words with a vector in ``inputs.vectors``.
 
     Args:
-        inputs: classes, token numbers and word vectors of the data.
+        inputs: classes, token numbers, padding and word vectors of the data.
         dimension: of the embeddings; that of the word vectors, where there are some, comes first.
         hidden: units of a linear layer before the last one, without a nonlinearity; None for no such layer.
         frozen: keep the embeddings as they start.
@@ -34,18 +34,19 @@ class FastText(nn.Module):
     def __init__(self, inputs: Inputs, dimension: int = 10, hidden: int | None = None, frozen: bool = False) -> None:
         super().__init__()
         dimension = inputs.dimension or dimension
+        self.padding = inputs.padding
         self.embedding = nn.Embedding(inputs.tokens, dimension)
         self.hidden = nn.Identity() if hidden is None else nn.Linear(dimension, hidden)
         self.linear = nn.Linear(hidden or dimension, inputs.classes)
         with torch.no_grad():
             nn.init.uniform_(self.embedding.weight, -1 / dimension, 1 / dimension)
-            self.embedding.weight[:2] = 0
+            self.embedding.weight[[inputs.padding, 1]] = 0
             if inputs.vectors is not None:
                 self.embedding.weight[inputs.vectors.tokens] = inputs.vectors.vectors
         self.embedding.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        known = (x != 0).unsqueeze(-1)
+        known = (x != self.padding).unsqueeze(-1)
         total = (self.embedding(x) * known).sum(1)
         logits: Tensor = self.linear(self.hidden(total / known.sum(1).clamp_min(1)))
         return logits

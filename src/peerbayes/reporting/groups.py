@@ -49,7 +49,8 @@ def alpha_title(alpha: Alpha) -> str:
         return f"{alpha:g}"
     if alpha["schedule"] == "steps":
         return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
-    return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {alpha['epochs']:g} epochs"
+    epochs = f"{alpha['epochs']:g} epoch{'s' * (alpha['epochs'] != 1)}"
+    return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {epochs}"
 
 
 def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) -> list[Group]:

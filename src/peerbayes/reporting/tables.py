@@ -147,6 +147,25 @@ def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
     return found
 
 
+def sorted_peers(records: Sequence[Record]) -> list[Record]:
+    """Return the records with peers by rising accuracy on the test split instead of by name, each record by itself.
+
+    Means over the last epochs are sorted by their own accuracies. A single peer keeps its name.
+    """
+    return [_sorted_record(record) if len(record["peers"]) > 1 else record for record in records]
+
+
+def _sorted_record(record: Record) -> Record:
+    count = len(record["peers"])
+    names = ["worst", *(f"{place} of {count}" for place in range(2, count)), "best"]
+    peers = sorted(record["peers"], key=lambda peer: peer["accuracy"])
+    found = {**record, "peers": [{**peer, "name": name} for name, peer in zip(names, peers, strict=True)]}
+    if "last_epochs" in record:
+        last = sorted(record["last_epochs"]["peers"].values(), key=lambda peer: peer["accuracy"])
+        found["last_epochs"] = {**record["last_epochs"], "peers": dict(zip(names, last, strict=True))}
+    return found
+
+
 def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
     found = []
     for record in records:
@@ -204,8 +223,15 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
     return found
 
 
-def text_table(records: Sequence[Record], calibrated: bool = False) -> str:
-    """Return the table and the differences as plain text; ``calibrated`` adds figures after temperature scaling."""
+def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: bool = False) -> str:
+    """Return the table and the differences as plain text.
+
+    Args:
+        records: what to show.
+        calibrated: add figures after temperature scaling.
+        sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
+    """
+    records = sorted_peers(records) if sort_peers else records
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")

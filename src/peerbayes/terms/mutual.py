@@ -42,13 +42,23 @@ class Lesson:
     weight: float
 
 
-def _somebody_learns(edges: list[Edge]) -> list[Edge]:
+def _sound(edges: list[Edge]) -> list[Edge]:
     if not edges:
         raise ValueError("an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out")
+    seen: set[tuple[str, str]] = set()
+    for edge in edges:
+        if edge.teacher == edge.student:
+            raise ValueError(f"peer '{edge.teacher}' can't learn from itself")
+        if (edge.teacher, edge.student) in seen:
+            raise ValueError(
+                f"the edge from teacher '{edge.teacher}' to student '{edge.student}' stands there twice; to make it "
+                "count more, give it a weight"
+            )
+        seen.add((edge.teacher, edge.student))
     return edges
 
 
-Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_somebody_learns)]
+Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_sound)]
 
 
 def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
@@ -67,10 +77,7 @@ def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
 def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[str]) -> Lesson:
     for role in ("teacher", "student"):
         if edge[role] not in peers:
-            raise InputError(f"term 'mutual': the graph has a {role} '{edge[role]}' who is no peer"
-                             f"{nearest(edge[role], peers)}")  # fmt: skip
-    if edge["teacher"] == edge["student"]:
-        raise InputError(f"term 'mutual': the graph lets peer '{edge['teacher']}' learn from itself")
+            raise InputError(f"{role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
     own = {key: edge.get(key, value) for key, value in common.items()}
     return Lesson(edge["teacher"], edge["student"], **own)
 
