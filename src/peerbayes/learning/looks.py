@@ -77,9 +77,8 @@ class Looks:
     @functools.cached_property
     def _images(self) -> Tensor:
         chosen = permutation(Address(self.seed, "data", "perturbed"), len(self.data.train))
-        return to_unit(
-            self.data.train.batch(chosen[: self.recipe.data.batch_size], next(iter(self.peers.values())).device)[0]
-        )
+        count, device = min(MOVED, self.recipe.data.batch_size), next(iter(self.peers.values())).device
+        return to_unit(self.data.train.batch(chosen[:count], device)[0])
 
     def _tests_at(self, epoch: int) -> bool:
         options = self.recipe.evaluation
