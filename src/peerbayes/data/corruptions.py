@@ -3,7 +3,8 @@
 The 19 types and 5 severities follow Hendrycks and Dietterich (2019), written anew from the description. Noise, textures
 and resampling are ours, frost is a procedural texture instead of photographs, and where the published parameters do
 not distort more at each severity ours differ: results are like those on the official arrays in kind, and not
-comparable with them digit by digit. Lengths in pixels are those for images 32 pixels wide and grow with the image.
+comparable with them digit by digit. Lengths in pixels are those for images 32 pixels wide and grow with the image:
+those of 8 pixels are left as they are by `defocus_blur` and `gaussian_blur`.
 
 Every function maps float32 images (N, 3, H, W), or grey ones (N, 1, H, W), in [0, 1], a severity and an address to
 images. Grey ones become what the brightness of three equal channels becomes; they have no colours to saturate. The
