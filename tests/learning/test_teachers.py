@@ -472,6 +472,15 @@ def test_the_effect_of_a_step_is_how_far_apart_all_are_before_and_after_it(kind)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(student).items())
 
 
+def test_the_effect_is_a_mean_over_pairs_which_parts_of_the_images_have_each():
+    given, student, x = points(), members(), images(80)
+    cohort = learner("tdiv_sdiv", given, student).cohort
+    after = torch.cat([cohort.consult(part, 3 + place)[0] for place, part in enumerate(x.split(32))])
+    found = cohort.perturb.effect(x, 3, student, None)
+    assert found["teachers_after"] == pytest.approx(pairs_apart([plain(own) for own in given], after), rel=1e-4)
+    assert len({tuple(pair(Address(0, "data", "perturb", number), 3).tolist()) for number in (3, 4, 5)}) > 1
+
+
 def test_the_effect_of_a_step_is_measured_on_those_who_are_several():
     x = images()
     alone = learner("ods", points(1), Point(network(9))).cohort.perturb

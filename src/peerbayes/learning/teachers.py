@@ -21,6 +21,7 @@ from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
+PART = 32  # images of one pair, where the effect of a step is looked at: a batch has one alone
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,15 @@ class Perturbation:
             (gradient,) = torch.autograd.grad(value, moved)
         return step_along(images, gradient, scale)
 
+    def in_parts(
+        self, images: Tensor, number: int, tensors: Sequence[Tensors], autocast: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs."""
+        parts = images.split(PART)
+        return torch.cat(
+            [self(part, number + place, 0, tensors, run_plain, autocast) for place, part in enumerate(parts)]
+        )
+
     def effect(self, images: Tensor, number: int, student: Posterior, autocast: torch.dtype | None) -> dict[str, float]:
         """Return how far apart teachers, and a student's members, are for images before their step and after it.
 
@@ -252,7 +262,7 @@ class Perturbation:
         """
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
-        both = torch.cat([images, self(images, number, 0, tensors, run_plain, autocast)])
+        both = torch.cat([images, self.in_parts(images, number, tensors, autocast)])
         found = {}
         for who, logits in all_logits(both, self.teachers, tensors, student, autocast).items():
             for when, part in zip(("before", "after"), logits.log_softmax(-1).chunk(2, 1), strict=True):

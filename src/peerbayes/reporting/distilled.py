@@ -20,7 +20,7 @@ from peerbayes.learning import Run, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.settings import Kind, Perturb
 from peerbayes.learning.sources import Job, build_teachers
-from peerbayes.learning.teachers import Perturbation, Teachers, all_logits, run_plain
+from peerbayes.learning.teachers import Perturbation, Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.reporting.figures import COLOURS, panels
@@ -101,10 +101,7 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         found = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(Perturb(kind=kind), teachers, {name: student}, run.seed)
-            tensors = teachers.tensors(0)
-            # A batch has one pair: many small ones, for a mean over pairs.
-            moved = [perturb(part, place, 0, tensors, run_plain, None) for place, part in enumerate(images.split(50))]
-            found[kind] = _apart(torch.cat(moved), teachers, student)
+            found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
         series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
     return {"split": "training", "series": _told_apart(series)}
 
