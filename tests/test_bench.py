@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerbayes import bench, cli
+from commands import called, refused
+from peerbayes import bench, cli, networks
 from peerbayes.bench import theirs
 from peerbayes.bench.figures import NEEDS_GPU, RATIOS
 from peerbayes.bench.theirs import THEIRS
@@ -109,6 +110,20 @@ def test_derived_figures_are_quotients_of_their_parts():
     assert (figures["moment_draw_over_mean_field"], figures["hierarchical_draw_over_mean_field"]) == (0.75, 1.75)
     assert figures["peak_memory_gib"]["captured"] == 0.75
     assert found["notes"]["peak_memory_gib.eager"] == "needs eager_pair_epoch_s"
+
+
+def test_distillation_is_timed_on_the_network_that_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    built, build = [], networks.build
+    monkeypatch.setattr(networks, "build", lambda name, inputs: built.append(name) or build(name, inputs))
+    words = ["--quick", "--device", "cpu", "--quiet", "--only", "distillation"]
+    called("bench", *words, "--student", "resnet20")
+    (path,) = (tmp_path / "results").glob("bench-*-resnet20-quick.json")  # beside the usual one, which it would spoil
+    record = json.loads(path.read_text())
+    assert record["settings"]["student"] == "resnet20"
+    assert set(built) == {"resnet20"}
+    assert all(value > 0 for value in record["figures"]["distillation"].values())
+    assert "there is no network 'resnet21'" in refused(capsys, "bench", *words, "--student", "resnet21")
 
 
 def test_headlines_are_measured_first_and_growth_last(tmp_path, stopwatch):

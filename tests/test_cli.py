@@ -437,9 +437,13 @@ def test_start_from_a_run_of_two_peers_asks_for_one(place, trained, tmp_path, ca
     assert "has peers a, b; name one weights-*.safetensors file" in found
 
 
-def test_images_that_can_not_be_corrupted_are_one_sentence(trained, capsys):
-    found = refused(capsys, "evaluate", trained[0], "--corrupted", "made", "--device", "cpu")
-    assert found.startswith("corrupted images can't be made of small: images have shape (30, 1, 8, 8): expected (N, 3")
+def test_grey_images_are_corrupted_too(trained):
+    found = json.loads(called("evaluate", trained[0], "--corrupted", "made", "--json", "--device", "cpu"))
+    for peer in found["peers"]:
+        every = [value for figures in peer["corrupted"]["by_type"].values() for value in figures["nll"]]
+        assert len(every) == 75
+        assert peer["corrupted"]["nll"] == pytest.approx(sum(every) / 75)
+        assert len(set(every)) > 65  # a disc of a quarter of a pixel blurs nothing
 
 
 def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained, capsys):

@@ -84,6 +84,32 @@ def test_no_value_is_read_back_to_the_host(name):
     assert corrupt(images, name, 5, ADDRESS.at(number)).shape == images.shape
 
 
+@pytest.mark.parametrize("name", sorted(set(CORRUPTIONS) - {"saturate"}))
+def test_grey_images_become_what_the_brightness_of_equal_channels_becomes(images, name):
+    grey = images[:, :1].float() * (0.4 / 255)  # nothing is clipped
+    for severity in (2, 5):
+        ours = corrupt(grey, name, severity, ADDRESS)
+        assert ours.shape == grey.shape
+        if name.endswith("_noise"):  # each channel has noise of its own
+            continue
+        red, green, blue = corrupt(grey.expand(-1, 3, -1, -1), name, severity, ADDRESS).unbind(1)
+        torch.testing.assert_close(ours[:, 0], 0.299 * red + 0.587 * green + 0.114 * blue, rtol=0, atol=1e-5)
+    found = [change(images[:, :1], name, severity) for severity in range(1, 6)]
+    assert found == sorted(found)
+    assert 1e-5 < found[0] < found[-1] < 0.08
+    number = torch.zeros((), dtype=torch.int64, device="meta")
+    bytes_ = torch.empty(4, 1, 28, 28, device="meta", dtype=torch.uint8)
+    assert corrupt(bytes_, name, 5, ADDRESS.at(number)).shape == bytes_.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "severity", "deviation"), [("gaussian_noise", 3, 0.08), ("speckle_noise", 3, 0.12 * 0.5)]
+)
+def test_noise_of_grey_images_is_normal(name, severity, deviation):
+    off = corrupt(GREY[:, :1], name, severity, ADDRESS) - 0.5
+    assert scipy.stats.kstest(off.flatten().numpy() / deviation, "norm").pvalue > 1e-3
+
+
 def test_there_are_fifteen_common_types_and_four_more():
     assert len(COMMON) == 15
     assert set(CORRUPTIONS) - set(COMMON) == {"speckle_noise", "gaussian_blur", "spatter", "saturate"}
@@ -95,8 +121,12 @@ def test_wrong_choices_are_told(images):
     for severity in (0, 6):
         with pytest.raises(InputError, match=f"severity is {severity}: expected 1 to 5"):
             corrupt(images, "fog", severity, ADDRESS)
-    with pytest.raises(InputError, match=r"images have shape \(24, 1, 32, 32\)"):
-        corrupt(images[:, :1], "fog", 1, ADDRESS)
+    with pytest.raises(
+        InputError, match=r"images have shape \(24, 2, 32, 32\): expected \(N, 3, H, W\) or \(N, 1, H, W\)"
+    ):
+        corrupt(images[:, :2], "fog", 1, ADDRESS)
+    with pytest.raises(InputError, match="corruption 'saturate' changes colours, which grey images have not"):
+        corrupt(images[:, :1], "saturate", 1, ADDRESS)
     with pytest.raises(InputError, match="expected uint8, or float"):
         corrupt(images.long(), "fog", 1, ADDRESS)
     with pytest.raises(InputError, match="quality is 0: expected 1 to 100"):
@@ -108,14 +138,16 @@ def test_wrong_choices_are_told(images):
 
 @pytest.mark.parametrize("quality", [80, 50, 40, 20])
 @pytest.mark.parametrize("side", [32, 48])
-def test_jpeg_is_close_to_pillow(quality, side):
-    images = photographs(10, side)
+@pytest.mark.parametrize("channels", [3, 1])
+def test_jpeg_is_close_to_pillow(quality, side, channels):
+    images = photographs(10, side)[:, :channels]
     ours = jpeg(images.float() / 255, quality) * 255
     off, lost = [], []
     for image, result in zip(images, ours):
         file = io.BytesIO()
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=quality)
-        decoded = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1).float()
+        pixels = image.permute(1, 2, 0).numpy()
+        Image.fromarray(pixels if channels == 3 else pixels[..., 0]).save(file, "JPEG", quality=quality)
+        decoded = torch.from_numpy(np.array(Image.open(file))).view(side, side, channels).permute(2, 0, 1).float()
         off.append((result - decoded).abs().mean())
         lost.append((image.float() - decoded).abs().mean())
     assert torch.stack(off).mean() < 0.6  # of 255

@@ -12,8 +12,9 @@ from torch import nn
 from peerbayes.data import ArraySplit, Dataset, guidance, order, pair, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe
+from peerbayes.learning.looks import Looks
 from peerbayes.learning.teachers import Teachers, run_plain
-from peerbayes.noise import Address
+from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import MeanField, Point, RankOne
 
 SHAPE, CLASSES = (1, 6, 6), 3
@@ -446,6 +447,82 @@ def test_nobody_is_changed_by_a_perturbation(kind):
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def pairs_apart(nets, x):
+    """The mean KL over ordered pairs and images, by torch.distributions."""
+    found = [torch.distributions.Categorical(logits=net(x.double())) for net in nets]
+    each = [torch.distributions.kl_divergence(p, q).mean() for p, q in itertools.permutations(found, 2)]
+    return sum(each).item() / len(each)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_effect_of_a_step_is_how_far_apart_all_are_before_and_after_it(kind):
+    given, student, x = points(), members(), images()
+    cohort = learner(kind, given, student).cohort
+    nets = {"teachers": [plain(own) for own in given], "members": [plain(student, m) for m in range(3)]}
+    student.train()
+    before = state(student)
+    for number in (0, 3):
+        found = cohort.perturb.effect(x, number, student, None)
+        after = cohort.consult(x, number)[0]
+        expected = {f"{who}_before": pairs_apart(own, x) for who, own in nets.items()}
+        expected |= {f"{who}_after": pairs_apart(own, after) for who, own in nets.items()}
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(student).items())
+
+
+def test_the_effect_is_a_mean_over_pairs_which_parts_of_the_images_have_each():
+    given, student, x = points(), members(), images(80)
+    cohort = learner("tdiv_sdiv", given, student).cohort
+    after = torch.cat([cohort.consult(part, 3 + place)[0] for place, part in enumerate(x.split(32))])
+    found = cohort.perturb.effect(x, 3, student, None)
+    assert found["teachers_after"] == pytest.approx(pairs_apart([plain(own) for own in given], after), rel=1e-4)
+    assert len({tuple(pair(Address(0, "data", "perturb", number), 3).tolist()) for number in (3, 4, 5)}) > 1
+
+
+def test_the_effect_of_a_step_is_measured_on_those_who_are_several():
+    x = images()
+    alone = learner("ods", points(1), Point(network(9))).cohort.perturb
+    assert alone.effect(x, 0, Point(network(9)), None) == {}
+    nobody = learner("gaussian", None, members()).cohort.perturb
+    assert set(nobody.effect(x, 0, members(), None)) == {"members_before", "members_after"}
+    several = learner("tdiv", points(2), Point(network(9))).cohort.perturb
+    assert set(several.effect(x, 0, Point(network(9)), None)) == {"teachers_before", "teachers_after"}
+
+
+def test_what_a_step_does_is_noted_at_the_end_of_every_epoch_and_changes_nothing(monkeypatch):
+    def trained():
+        lines, student = [], members()
+        found = learner("tdiv_sdiv", points(), student, epochs=3)
+        found._log = lines.append
+        found.run()
+        return [line["peers"]["student"] for line in lines], state(student), found
+
+    lines, after, one = trained()
+    assert [set(line["notes"]) for line in lines] == [
+        {f"perturb.{who}_{when}" for who in ("teachers", "members") for when in ("before", "after")}
+    ] * 3
+    assert len({line["notes"]["perturb.teachers_before"] for line in lines}) == 1  # the same images, and teachers
+    assert len({line["notes"]["perturb.members_before"] for line in lines}) == 3
+    x = to_unit(made_data().train.images[permutation(Address(0, "data", "perturbed"), 16)[:4]])
+    assert lines[0]["notes"]["perturb.teachers_before"] == pytest.approx(
+        pairs_apart([plain(own) for own in points()], x), rel=1e-4
+    )
+    last = one.cohort.perturb.effect(x, one.position.step, one.peers["student"], None)
+    assert lines[-1]["notes"] == pytest.approx({f"perturb.{key}": value for key, value in last.items()})
+    monkeypatch.setattr(Looks, "perturbed", lambda *_: {})
+    bare, same_as, _ = trained()
+    assert [line | {"notes": {}} for line in lines] == bare
+    assert all(torch.equal(tensor, same_as[name]) for name, tensor in after.items())
+
+
+def test_images_that_take_no_step_have_no_effect_to_be_noted():
+    lines = []
+    found = learner(None, points(), members())
+    found._log = lines.append
+    found.run()
+    assert lines[0]["peers"]["student"]["notes"] == {}
 
 
 @pytest.mark.parametrize("kind", ["tdiv", "tdiv_sdiv", "bald"])

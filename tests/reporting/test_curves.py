@@ -285,14 +285,14 @@ def verb(capsys, *arguments):
         (["curve", "runs"], "there is no figure 'curve'; did you mean 'curves'?"),
         (
             ["xyz"],
-            "there is no figure 'xyz'; known: best-alpha, bytes, confidence, curves, divergence, diversity, flatness, "
-            "gap, grid, line, perturbations, pipeline, posterior, spread",
+            "there is no figure 'xyz'; known: best-alpha, bytes, confidence, curves, divergence, diversity, entropy, "
+            "flatness, gap, grid, line, perturbations, pipeline, posterior, spread",
         ),
         (["divergence", "--out", "a.jpg"], "a.jpg: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "--out", "png"], "png: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "runs"], "figure divergence: takes no runs"),
         (["curves"], "figure curves: give run folders, or folders of runs"),
-        (["grid", "runs", "--by-peer"], "figure grid: a line a peer is for curves and gap"),
+        (["grid", "runs", "--by-peer"], "figure grid: peers are drawn one by one for curves, gap and entropy"),
         (["gap", "nowhere"], "nowhere: neither a run folder nor a folder of runs"),
     ],
 )

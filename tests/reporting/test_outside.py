@@ -1,5 +1,7 @@
 """Figures on corrupted test images: made here, and read from the official arrays."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -58,6 +60,15 @@ def test_corruptions_are_made_of_the_test_images_and_averaged_over_types_and_sev
     assert found["a"]["nll"] == pytest.approx(sum(every) / 75)
     assert found[None]["nll"] <= (found["a"]["nll"] + found["b"]["nll"]) / 2  # Jensen
     assert judge_corrupted(predict, peers, data, "made", 15) == found
+
+
+def test_images_that_can_not_be_corrupted_are_one_sentence(data, peers):
+    small = replace(data, test=ArraySplit(data.test.images[..., :7], data.test.labels))
+    sentence = (
+        r"^corrupted images can't be made of small: images have shape \(12, 3, 8, 7\): expected \(N, 3, H, W\) or"
+    )
+    with pytest.raises(InputError, match=sentence):
+        judge_corrupted(predict, peers, small, "made", 15)
 
 
 def test_official_arrays_hold_the_severities_one_after_the_other(data, peers, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from peerbayes import networks
 from peerbayes.bench import students, theirs
 from peerbayes.bench.figures import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.plan import CPU, DRAWS, PACKED, PREDICTED, QUICK, Plan
@@ -24,7 +25,7 @@ from peerbayes.bench.timing import Bench, Measured, sentence
 from peerbayes.errors import InputError
 from peerbayes.learning import Reporter, environment
 from peerbayes.learning.engine import Name
-from peerbayes.learning.run import pick_device, read_json
+from peerbayes.learning.run import network_inputs, pick_device, read_json
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.shared import SAMPLINGS
 
@@ -85,24 +86,34 @@ def measurements(bench: Bench) -> list[Measurement]:
 
 
 def run(
-    device: str, out: Path | None, only: Sequence[str], quick: bool, budget: float | None, reporter: Reporter
+    device: str,
+    out: Path | None,
+    only: Sequence[str],
+    quick: bool,
+    budget: float | None,
+    reporter: Reporter,
+    student: str | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """Measure, and write the record after every measurement; return it with its path.
 
     With ``only`` these figures are measured, and what else the file holds is kept if hardware, versions and settings
     are the same. ``quick`` is hardly anything of everything. After ``budget`` seconds no measurement is started.
+    ``student`` is another network for the students and teachers of distillation.
     """
     began, place = time.perf_counter(), pick_device(device)
     usual = Plan() if place.type == "cuda" else CPU
-    bench = Bench(place, replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual)
+    plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
+    bench = Bench(place, plan if student is None else replace(plan, student=student))
+    with torch.random.fork_rng([]):
+        networks.build(bench.plan.student, network_inputs(bench.data))  # what can't be had is told now
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
     wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
     about = environment(place) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
-    name = re.sub("[^a-z0-9]+", "-", (about["hardware"] if bench.on_gpu else platform.machine()).lower())
-    name = name.removeprefix("nvidia-")
+    name = (about["hardware"] if bench.on_gpu else platform.machine()) + (f"-{student}" if student else "")
+    name = re.sub("[^a-z0-9]+", "-", name.lower()).removeprefix("nvidia-")
     path = out or Path("results") / f"bench-{name}{'-quick' if quick else ''}.json"
     before = read_json(path) if only and path.is_file() else {}
     measured: Measured = before["measurements"] if _same(before, about) else {}

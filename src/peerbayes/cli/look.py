@@ -113,17 +113,21 @@ def figure(
         str,
         typer.Argument(
             help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
-            "diversity, perturbations; of shared weights: posterior, bytes; of any runs: confidence, and pipeline, of "
-            "all steps that led to one."
+            "diversity, perturbations; of shared weights: posterior, bytes; of any runs: confidence, entropy, and "
+            "pipeline, of all steps that led to one."
         ),
     ],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
     out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
     by_peer: Annotated[
-        bool, typer.Option("--by-peer", help="A line a peer, not their average; for curves and gap.")
+        bool, typer.Option("--by-peer", help="Each peer, not their average or all as one; for curves, gap, entropy.")
     ] = False,
     layer: Annotated[
         str | None, typer.Option(help="Weights of one layer alone, such as fc.weight; for posterior.")
+    ] = None,
+    ood: Annotated[
+        list[str] | None,
+        typer.Option(help="A data set from elsewhere; may be repeated; for entropy.", show_default="the recipes'"),
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
@@ -132,7 +136,13 @@ def figure(
     """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
     from peerbayes import reporting
 
-    options: dict[str, Any] = {"by_peer": by_peer, "layer": layer, "device": device, "root": data_root}
+    options: dict[str, Any] = {
+        "by_peer": by_peer,
+        "layer": layer,
+        "ood": ood or [],
+        "device": device,
+        "root": data_root,
+    }
     path, numbers = reporting.write_figure(name, runs or [], out, **options)
     if name == "pipeline" and not as_json:
         typer.echo(reporting.pipeline_table(numbers) + "\n")

@@ -46,6 +46,9 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
     ] = False,
+    student: Annotated[
+        str | None, typer.Option(help="Network of distillation's students and teachers.", show_default="wrn28x1")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -54,7 +57,7 @@ def bench(
     """Measure engines, prediction, memory and growth on random images of CIFAR's shape, beside bayesian-torch."""
     from peerbayes import bench as room
 
-    record, path = room.run(device, out, only, quick, budget, reporter(quiet))
+    record, path = room.run(device, out, only, quick, budget, reporter(quiet), student)
     from peerbayes.reporting.figures import write_bench_figure  # what was measured is safe by now
 
     picture = write_bench_figure(path, record)

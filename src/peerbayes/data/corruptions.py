@@ -3,10 +3,13 @@
 The 19 types and 5 severities follow Hendrycks and Dietterich (2019), written anew from the description. Noise, textures
 and resampling are ours, frost is a procedural texture instead of photographs, and where the published parameters do
 not distort more at each severity ours differ: results are like those on the official arrays in kind, and not
-comparable with them digit by digit. Lengths in pixels are those for images 32 pixels wide and grow with the image.
+comparable with them digit by digit. Lengths in pixels are those for images 32 pixels wide and grow with the image:
+those of 8 pixels are left as they are by `defocus_blur` and `gaussian_blur`.
 
-Every function maps float32 images (N, 3, H, W) in [0, 1], a severity and an address to images. The noise of image ``i``
-depends on the address and on ``first + i`` only and is the same for all severities. Nothing is read back to the host.
+Every function maps float32 images (N, 3, H, W), or grey ones (N, 1, H, W), in [0, 1], a severity and an address to
+images. Grey ones become what the brightness of three equal channels becomes; they have no colours to saturate. The
+noise of image ``i`` depends on the address and on ``first + i`` only and is the same for all severities. Nothing is
+read back to the host.
 """
 
 from __future__ import annotations
@@ -197,8 +200,13 @@ def _enlarged(x: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
 
 
+_LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness
+
+
 def _colour(x: Tensor, *values: float) -> Tensor:
-    return torch.tensor(values, device=x.device).view(3, 1, 1)
+    """Return a colour as the images have it: red, green and blue (3, 1, 1), or its brightness (1, 1, 1)."""
+    shown = values if x.shape[1] == 3 else (sum(part * value for part, value in zip(_LUMA, values, strict=True)),)
+    return torch.tensor(shown, device=x.device).view(-1, 1, 1)
 
 
 def _clouds(source: _Source, stream: str, height: int, width: int, decay: float) -> Tensor:
@@ -246,7 +254,7 @@ def _snow(x: Tensor, severity: int, source: _Source) -> Tensor:
     flakes = torch.where(flakes < least, 0.0, flakes.clamp(0, 1))
     angle = -(0.25 + 0.5 * source.uniform("angle")) * math.pi
     flakes = _streaked(flakes, angle, sigma * _grow(x), math.ceil(reach * _grow(x)))
-    grey = (x * _colour(x, 0.299, 0.587, 0.114)).sum(1, keepdim=True)
+    grey = (x * _colour(x, *_LUMA)).sum(1, keepdim=True) if x.shape[1] == 3 else x
     pale = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5)
     return pale + flakes + flakes.rot90(2, (2, 3))
 
@@ -343,13 +351,16 @@ def jpeg(images: Tensor, quality: int) -> Tensor:
     """Return what a baseline JPEG file would keep: 8 bits, colours at half the resolution, quantised 8×8 cosines.
 
     Args:
-        images: (N, 3, H, W), float32 in [0, 1].
+        images: (N, 3, H, W), or grey ones (N, 1, H, W), float32 in [0, 1].
         quality: 1 to 100, as libjpeg scales the standard's tables.
     """
     if not 1 <= quality <= 100:
         raise InputError(f"quality is {quality}: expected 1 to 100.")
     height, width = images.shape[-2:]
-    red, green, blue = (images * 255).round().unbind(1)
+    whole = (images * 255).round()
+    if images.shape[1] == 1:
+        return _quantised(whole, _BRIGHTNESS_STEPS, quality) / 255
+    red, green, blue = whole.unbind(1)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue
     colours = torch.stack([(blue - luma) / 1.772, (red - luma) / 1.402], 1).add(128).round().clamp(0, 255)
     halved = F.avg_pool2d(_padded(colours, 2), 2)
@@ -415,17 +426,19 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
     """Corrupt each image, with the noise ``address.sub(name)``.
 
     Args:
-        images: (N, 3, H, W) of at least 8 pixels a side, uint8 or float in [0, 1]; computed in float32, clipped to
-            [0, 1] and returned in the dtype given (uint8 is rounded).
-        name: any of ``CORRUPTIONS``.
+        images: (N, 3, H, W), or grey ones (N, 1, H, W), of at least 8 pixels a side, uint8 or float in [0, 1]; computed
+            in float32, clipped to [0, 1] and returned in the dtype given (uint8 is rounded).
+        name: any of ``CORRUPTIONS``; grey images can't be saturated.
         severity: 1 to 5.
         address: where the noise comes from; the same address gives the same images.
         first: number of the first image, where these are part of a data set.
     """
     _check_choice(name, severity)
-    if images.dim() != 4 or images.shape[1] != 3 or min(images.shape[-2:]) < _SMALLEST:
-        raise InputError(f"images have shape {tuple(images.shape)}: expected (N, 3, H, W) of at least {_SMALLEST} "
-                         "pixels a side")  # fmt: skip
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or min(images.shape[-2:]) < _SMALLEST:
+        raise InputError(f"images have shape {tuple(images.shape)}: expected (N, 3, H, W) or (N, 1, H, W) of at least "
+                         f"{_SMALLEST} pixels a side")  # fmt: skip
+    if name == "saturate" and images.shape[1] == 1:
+        raise InputError("corruption 'saturate' changes colours, which grey images have not")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise InputError(f"images have type {images.dtype}: expected uint8, or float in [0, 1]")
     source = _Source(address.sub(name), first, len(images), images.device)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from peerbayes import evaluation
-from peerbayes.data import Dataset
+from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning.distribution import World
 from peerbayes.learning.position import Position
 from peerbayes.learning.recipe import Recipe
+from peerbayes.learning.teachers import Perturbation
+from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, predict_split
 
 DRAWS = 4  # of a prediction at the end of an epoch
+MOVED = 128  # images, at most, whose step is looked at; no more than a batch, for which there is memory
 
 
 class Looks:
@@ -59,6 +64,21 @@ class Looks:
                 found[f"{kind}_accuracy"] = evaluation.accuracy(log_p.exp(), labels)
                 found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
         return found
+
+    def perturbed(self, peer: str, perturb: Perturbation, step: int, autocast: torch.dtype | None) -> dict[str, float]:
+        """Return what a step of images does to how far apart teachers, and a peer's members, are; by the first process.
+
+        For training images that are not augmented, and always the same ones; see `Perturbation.effect`.
+        """
+        if not self.world.is_first:
+            return {}
+        return perturb.effect(self._images, step, self.peers[peer], autocast)
+
+    @functools.cached_property
+    def _images(self) -> Tensor:
+        chosen = permutation(Address(self.seed, "data", "perturbed"), len(self.data.train))
+        count, device = min(MOVED, self.recipe.data.batch_size), next(iter(self.peers.values())).device
+        return to_unit(self.data.train.batch(chosen[:count], device)[0])
 
     def _tests_at(self, epoch: int) -> bool:
         options = self.recipe.evaluation

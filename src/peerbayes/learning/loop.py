@@ -245,6 +245,9 @@ class Learner:
         for name, found in peers.items():
             found |= self.looks.judge(name, position.step, epoch, self._kept_words)
             self.looks.keep(name, found, position)
+            if (perturb := self.cohort.perturb) is not None:
+                effect = self.looks.perturbed(name, perturb, position.step, self.cohort.autocast)
+                found["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
         line = {
             "stage": position.stage + 1,
             "epoch": position.stage_step // self.steps_per_epoch,

@@ -18,8 +18,10 @@ from peerbayes.errors import InputError
 from peerbayes.learning.settings import Perturb
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, RankOne
+from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
+PART = 32  # images of one pair, where the effect of a step is looked at: a batch has one alone
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,28 @@ def _fixed(posterior: Posterior) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*network.named_buffers(), *network.named_parameters())}
 
 
+@torch.no_grad()
+def all_logits(
+    images: Tensor,
+    teachers: Teachers | None,
+    tensors: Sequence[Tensors],
+    student: Posterior,
+    autocast: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return logits (M, B, C) of ``teachers`` and of a student's ``members``, of those that are several.
+
+    Both are in evaluation mode.
+    """
+    found = {}
+    if teachers is not None and len(teachers) > 1:
+        found["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
+    if isinstance(student, RankOne) and student.members > 1:
+        student.eval()
+        with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+            found["members"] = student.forward_members(images)[0].float()
+    return found
+
+
 class Perturbation:
     """Steps of a batch of images, of the size of noise of 1/255 a pixel, before anybody learns from them.
 
@@ -220,6 +244,30 @@ class Perturbation:
                 value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
         return step_along(images, gradient, scale)
+
+    def in_parts(
+        self, images: Tensor, number: int, tensors: Sequence[Tensors], autocast: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs."""
+        parts = images.split(PART)
+        return torch.cat(
+            [self(part, number + place, 0, tensors, run_plain, autocast) for place, part in enumerate(parts)]
+        )
+
+    def effect(self, images: Tensor, number: int, student: Posterior, autocast: torch.dtype | None) -> dict[str, float]:
+        """Return how far apart teachers, and a student's members, are for images before their step and after it.
+
+        The mean KL of pairs, ``teachers_before``, ``teachers_after``, ``members_before`` and ``members_after``, in
+        evaluation mode; of those that are several.
+        """
+        with torch.no_grad():
+            tensors = [] if self.teachers is None else self.teachers.tensors(number)
+        both = torch.cat([images, self.in_parts(images, number, tensors, autocast)])
+        found = {}
+        for who, logits in all_logits(both, self.teachers, tensors, student, autocast).items():
+            for when, part in zip(("before", "after"), logits.log_softmax(-1).chunk(2, 1), strict=True):
+                found[f"{who}_{when}"] = mean_pairwise_kl(part).item()
+        return found
 
     def _pair(
         self, chosen: Tensor, tensors: Sequence[Tensors], run: Pass, autocast: torch.dtype | None

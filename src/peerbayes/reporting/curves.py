@@ -17,14 +17,15 @@ from matplotlib.ticker import MaxNLocator
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
-from peerbayes.reporting import against_bytes, confidence, distilled, pipeline, weights
+from peerbayes.reporting import against_bytes, confidence, distilled, entropy, pipeline, weights
 from peerbayes.reporting import alphas as numbers
 from peerbayes.reporting.figures import COLOURS, MARKERS, draw_heat_map, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
-MEASURED = ("flatness", "line", "perturbations", "confidence", "bytes", "pipeline")
+MEASURED = ("flatness", "line", "perturbations", "confidence", "entropy", "bytes", "pipeline")
+BY_PEER = ("curves", "gap", "entropy")  # what may be drawn of each peer
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {
     "test_nll": ("test loss (nats)", 1),
@@ -46,6 +47,7 @@ def write_figure(
     *,
     by_peer: bool = False,
     layer: str | None = None,
+    ood: Sequence[str] = (),
     device: str = "auto",
     root: str | Path | None = None,
 ) -> tuple[Path, Record]:
@@ -55,8 +57,9 @@ def write_figure(
         name: one of `NAMES`.
         runs: run folders, or folders of runs.
         out: a file that ends in ``.png``, ``.pdf`` or ``.svg``; by default the name with ``.png``.
-        by_peer: a line a peer, not the average over peers; for ``curves`` and ``gap``.
+        by_peer: each peer, not the average over peers, or all as one; for `BY_PEER`.
         layer: of whose weights alone, such as ``"layer1.0.conv1.weight"``; for ``posterior``.
+        ood: data sets from elsewhere, by default those of the recipes; for ``entropy``.
         device: where those that run networks are measured: `MEASURED`.
         root: data root.
     """
@@ -68,14 +71,16 @@ def write_figure(
     if bool(runs) != (name != "divergence"):
         raise InputError("figure divergence: takes no runs" if runs else f"figure {name}: give run folders, or folders "
                          "of runs")  # fmt: skip
-    if by_peer and name not in ("curves", "gap"):
-        raise InputError(f"figure {name}: a line a peer is for curves and gap")
+    if by_peer and name not in BY_PEER:
+        raise InputError(f"figure {name}: peers are drawn one by one for {', '.join(BY_PEER[:-1])} and {BY_PEER[-1]}")
     if layer is not None and name != "posterior":
         raise InputError(f"figure {name}: one layer alone is for posterior")
+    if ood and name != "entropy":
+        raise InputError(f"figure {name}: data from elsewhere are for entropy")
     compute, draw = NAMES[name]
     options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
-    options |= {"by_peer": by_peer} if name in ("curves", "gap") else {}
-    options |= {"layer": layer} if name == "posterior" else {}
+    options |= {"by_peer": by_peer} if name in BY_PEER else {}
+    options |= {"layer": layer} if name == "posterior" else {"ood": ood} if name == "entropy" else {}
     found = {"figure": name, **(compute(runs, **options) if runs else compute())}
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
@@ -279,5 +284,6 @@ NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "posterior": (weights.posterior, weights.draw_posterior),
     "bytes": (against_bytes.size, against_bytes.draw_size),
     "confidence": (confidence.confidence, confidence.draw_confidence),
+    "entropy": (entropy.entropy, entropy.draw_entropy),
     "pipeline": (pipeline.pipeline, pipeline.draw_pipeline),
 }

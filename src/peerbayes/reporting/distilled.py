@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from peerbayes.learning import Run, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.settings import Kind, Perturb
 from peerbayes.learning.sources import Job, build_teachers
-from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
+from peerbayes.learning.teachers import Perturbation, Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.reporting.figures import COLOURS, panels
@@ -29,6 +30,11 @@ Record = dict[str, Any]
 POINTS = tuple(place / 10 for place in range(11))
 IMAGES = 1000  # of a split, that the loss between networks and the perturbations are measured on
 PAIRS = 6  # of networks, at most
+WHO = ("teachers", "members")
+NOTES = (
+    *(f"distil.{who}_apart" for who in WHO),
+    *(f"perturb.{who}_{when}" for who in WHO for when in ("before", "after")),
+)  # of an epoch
 KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald")
 
 
@@ -45,7 +51,7 @@ def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         band = {"mean": losses.mean(0).tolist(), "low": losses.amin(0).tolist(), "high": losses.amax(0).tolist()}
         about = {"label": _label(run), "folder": str(run.folder), "pairs": len(pairs), "images": len(data[1])}
         series.append({**about, "loss": band, "barrier": {"mean": statistics.mean(heights), "highest": max(heights)}})
-    return {"split": "test", "points": list(POINTS), "series": series}
+    return {"split": "test", "points": list(POINTS), "series": _told_apart(series)}
 
 
 def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, Tensor]]]:
@@ -60,19 +66,24 @@ def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, 
 
 
 def diversity(folders: Iterable[str | Path]) -> Record:
-    """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt."""
-    series = []
+    """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt.
+
+    And for training images before and after the step that the recipe perturbs them by, in evaluation mode. None where
+    an epoch has no such figure.
+    """
+    series: list[Record] = []
     for run in open_runs(folders, finished=False):
-        found: dict[str, list[float]] = {}
-        for epoch in run.metrics:
-            for peer in epoch["peers"].values():
-                for key in ("teachers_apart", "members_apart"):
-                    if f"distil.{key}" in peer["notes"]:
-                        found.setdefault(key, []).append(peer["notes"][f"distil.{key}"])
-        if not found:
+        lines, before = run.metrics, len(series)
+        for name in run:
+            notes = [line["peers"].get(name, {}).get("notes", {}) for line in lines]
+            known = [key for key in NOTES if any(key in own for own in notes)]
+            if known:
+                found = {key.partition(".")[2]: [own.get(key) for own in notes] for key in known}
+                label = _label(run) + (f", {name}" if len(run) > 1 else "")
+                series.append({"label": label, "folder": str(run.folder), **found})
+        if len(series) == before:
             raise InputError(f"{run.folder}: was not distilled from several teachers, so nobody was apart")
-        series.append({"label": _label(run), "folder": str(run.folder), **found})
-    return {"series": series}
+    return {"series": _told_apart(series)}
 
 
 def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -90,23 +101,14 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         found = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(Perturb(kind=kind), teachers, {name: student}, run.seed)
-            tensors = teachers.tensors(0)
-            # A batch has one pair: many small ones, for a mean over pairs.
-            moved = [perturb(part, place, 0, tensors, run_plain, None) for place, part in enumerate(images.split(50))]
-            found[kind] = _apart(torch.cat(moved), teachers, student)
+            found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
         series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
-    return {"split": "training", "series": series}
+    return {"split": "training", "series": _told_apart(series)}
 
 
-@torch.no_grad()
 def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
-    logits = torch.stack(teachers.logits(run_plain, images, teachers.tensors(0), None))
-    found = {"teachers": pairwise_diversity(logits.log_softmax(-1))}
-    if isinstance(student, RankOne) and student.members > 1:
-        student.eval()
-        own = torch.stack([student(images, student.member(number)) for number in range(student.members)])
-        found["members"] = pairwise_diversity(own.log_softmax(-1))
-    return found
+    logits = all_logits(images, teachers, teachers.tensors(0), student)
+    return {who: pairwise_diversity(found.log_softmax(-1)) for who, found in logits.items()}
 
 
 def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,6 +120,15 @@ def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Te
 
 def _label(run: Run) -> str:
     return f"{run.recipe.method}, seed {run.seed}"
+
+
+def _told_apart(series: Sequence[Record]) -> list[Record]:
+    """Return the series with their folders' names in labels that would be those of others, too."""
+    labels = [one["label"] for one in series]
+    return [
+        one | {"label": f"{one['label']} ({Path(one['folder']).name})"} if labels.count(one["label"]) > 1 else one
+        for one in series
+    ]
 
 
 # ---- drawn ----------------------------------------------------------------------------------------------------------
@@ -138,23 +149,39 @@ def draw_line(found: Record) -> Figure:
 
 
 def draw_diversity(found: Record) -> Figure:
-    """Teachers (dashed) and members (solid) apart over the epochs; a colour a run."""
-    figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
+    """Teachers (dashed) and members (solid) apart over the epochs; a colour a run.
+
+    Where images were perturbed, two more panels: how much further apart a step of images takes each of them.
+    """
+    moved = [who for who in WHO if any(f"{who}_after" in one for one in found["series"])]
+    figure, ((axes, *others),) = panels(1, 1 + len(moved), 5.2, 3.8)
     for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
-        for key, style, who in (("teachers_apart", "--", "teachers"), ("members_apart", "-", "members")):
-            if key in one:
-                axes.plot(range(1, len(one[key]) + 1), one[key], style, color=colour, label=f"{one['label']}, {who}")
-    axes.set_xlabel("epoch")
+        for who, style in zip(WHO, ("--", "-"), strict=True):
+            _over_epochs(axes, one.get(f"{who}_apart"), style, color=colour, label=f"{one['label']}, {who}")
+        for place, who in zip(others, moved, strict=True):
+            both = zip(one.get(f"{who}_before", ()), one.get(f"{who}_after", ()), strict=True)
+            change = [None if before is None else after - before for before, after in both]
+            _over_epochs(place, change, "-", color=colour, label=one["label"])
     axes.set_ylabel("KL between two (nats per image)")
     axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=7)
+    for place, who in zip(others, moved, strict=True):
+        place.axhline(0, color="black", linewidth=0.8)
+        place.set_ylabel(f"change of KL between two {who} (nats)")
+    for place in (axes, *others):
+        place.set_xlabel("epoch")
+        place.legend(frameon=False, fontsize=7)
     return figure
+
+
+def _over_epochs(axes: Any, values: Sequence[float | None] | None, style: str, **look: Any) -> None:
+    if values:
+        axes.plot(range(1, len(values) + 1), [math.nan if value is None else value for value in values], style, **look)
 
 
 def draw_perturbations(found: Record) -> Figure:
     """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
     figure, (places,) = panels(1, 2, 5.2, 3.8)
-    for axes, who in zip(places, ("teachers", "members"), strict=True):
+    for axes, who in zip(places, WHO, strict=True):
         shown: Sequence[Record] = [one for one in found["series"] if who in one["kinds"]["as they are"]]
         for number, one in enumerate(shown):
             kinds = {kind: values[who] for kind, values in one["kinds"].items()}

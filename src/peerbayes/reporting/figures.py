@@ -112,16 +112,22 @@ def entropy_figure(records: Sequence[Record], other: str) -> Figure:
         found = [one["entropy"] for one in found if "entropy" in one]
         if not found:
             continue
-        edges = np.array(found[0]["edges"])
+        shares = entropy_shares(found)
         for key, style in (("inside", "-"), ("outside", "--")):
-            shares = np.mean([np.array(one[key]) / sum(one[key]) for one in found], 0)
             colour = COLOURS[number % len(COLOURS)]
             label = name if key == "inside" else f"{name}, {other}"
-            axes.stairs(shares * 100, edges, color=colour, linestyle=style, label=label, linewidth=1.3)
+            heights = [100 * share for share in shares[key]]
+            axes.stairs(heights, shares["edges"], color=colour, linestyle=style, label=label, linewidth=1.3)
     axes.set_xlabel("entropy (nats)")
     axes.set_ylabel("images (%)")
     axes.legend(frameon=False, fontsize=7)
     return figure
+
+
+def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
+    """Return the shares of images ``inside`` and ``outside`` by entropy, means over histograms, with the ``edges``."""
+    shares = {key: np.mean([np.array(one[key]) / sum(one[key]) for one in found], 0) for key in ("inside", "outside")}
+    return {"edges": found[0]["edges"], **{key: values.tolist() for key, values in shares.items()}}
 
 
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:

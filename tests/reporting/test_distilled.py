@@ -1,0 +1,190 @@
+"""Figures of distilled runs, against their files and against plain networks."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+
+from commands import QUIET, called, refused
+from peerbayes.data import to_unit
+from peerbayes.learning import Run, load_data
+from peerbayes.noise import Address, permutation
+from peerbayes.reporting import write_figure
+from peerbayes.reporting.distilled import draw_diversity
+from peerbayes.reporting.entropy import draw_entropy
+
+RECIPE = """
+title = "Small"
+method = "METHOD"
+data = { name = "DATA", classes = 3, batch_size = 15, validation = 15 }
+evaluation = { draws = 1 }
+PEERS
+[[stages]]
+epochs = 2
+optimizer = { name = "sgd", lr = 0.1 }
+STAGE
+"""
+TEACHERS = """peers = [
+  { name = "one", network = "mlp", posterior = { kind = "point" } },
+  { name = "two", network = "mlp", posterior = { kind = "point" } },
+]"""
+STUDENT = """teachers = { runs = ["RUN"] }
+[[peers]]
+name = "s"
+network = "mlp"
+posterior = { kind = "rank_one", members = 2, factors = "random", predicts = "average" }
+"""
+DISTIL = 'terms = { distil = { teachers = "one_to_one" } }\n'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An ensemble, and students of it: of images as they are, and of those moved by TDiv-SDiv."""
+    folder = tmp_path_factory.mktemp("distilled")
+    rng = np.random.default_rng(0)
+    labels = np.arange(150) % 3
+    images = rng.integers(0, 120, (150, 6, 6))
+    for image, label in zip(images, labels):
+        image[2 * label : 2 * label + 2] += 100
+    images = images.astype(np.uint8)
+    parts = {"train_images": images[:90], "train_labels": labels[:90], "test_images": images[90:]}
+    np.savez(folder / "rows.npz", **parts, test_labels=labels[90:])
+    np.savez(folder / "noise.npz", test_images=rng.integers(0, 255, (70, 6, 6)).astype(np.uint8))
+    student = STUDENT.replace("RUN", str(folder / "ensemble"))
+    recipes = {
+        "ensemble": (TEACHERS, "terms = { likelihood = {} }"),
+        "plain": (student, DISTIL),
+        "moved": (student, DISTIL + 'perturb = { kind = "tdiv_sdiv" }'),
+    }
+    for name, (peers, stage) in recipes.items():
+        text = RECIPE.replace("METHOD", name.replace("plain", "moved")).replace("DATA", str(folder / "rows.npz"))
+        (folder / f"{name}.toml").write_text(text.replace("PEERS", peers).replace("STAGE", stage))
+        called("train", folder / f"{name}.toml", "--run", folder / name, *QUIET)
+    return folder
+
+
+def probabilities(run, name, path):
+    """By a plain network in double precision."""
+    images = torch.from_numpy(np.load(path)["test_images"])[:, None]
+    with torch.no_grad():
+        return run[name].materialise().eval().double()(to_unit(images).double()).softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_entropies_of_runs_stand_side_by_side(place, tmp_path, by_peer):
+    other = str(place / "noise.npz")
+    words = ["figure", "entropy", place / "ensemble", place / "plain", "--ood", other, "--out", tmp_path / "e.png"]
+    found = json.loads(called(*words, *["--by-peer"] * by_peer, "--json", "--device", "cpu"))
+    names = ["ensemble one", "ensemble two", "moved"] if by_peer else ["ensemble", "moved"]
+    assert [one["label"] for one in found["series"]] == names
+    with Image.open(tmp_path / "e.png") as picture:
+        assert picture.width > 1.5 * picture.height
+    ensemble, student = Run(place / "ensemble"), Run(place / "plain")
+    both = [[probabilities(ensemble, name, path) for path in (place / "rows.npz", other)] for name in ensemble]
+    p = both if by_peer else [[np.mean(one, 0) for one in zip(*both)]]
+    p.append([probabilities(student, "s", path) for path in (place / "rows.npz", other)])
+    for one, own in zip(found["series"], p, strict=True):
+        outside, score = one["outside"][other], [stats.entropy(part, axis=1) for part in own]
+        for key, values in zip(("inside", "outside"), score):
+            counts, edges = np.histogram(values, 30, (0, math.log(3)))
+            assert outside["edges"] == pytest.approx(edges, abs=1e-6)
+            assert outside[key] == pytest.approx(counts / len(values), abs=1e-9)
+        truth = np.repeat([0, 1], [60, 70])
+        assert outside["auroc"]["mean"] == pytest.approx(roc_auc_score(truth, np.concatenate(score)), abs=1e-3)
+    first, *_ = draw_entropy(found).axes
+    inside, _, outside, _ = first.patches
+    assert inside.get_data().values == pytest.approx(100 * np.array(found["series"][0]["outside"][other]["inside"]))
+    assert outside.get_data().values == pytest.approx(100 * np.array(found["series"][0]["outside"][other]["outside"]))
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["in: rows", "out: noise"]
+
+
+def test_entropies_are_means_over_seeds(place, tmp_path):
+    called("train", place / "ensemble.toml", "--run", tmp_path / "seeds", "--seeds", "1,2", *QUIET)
+    other = str(place / "noise.npz")
+    found = write_figure("entropy", [tmp_path / "seeds"], tmp_path / "x.svg", ood=[other], device="cpu")[1]
+    (one,) = found["series"]
+    assert one["seeds"] == [1, 2]
+    each = [
+        write_figure("entropy", [tmp_path / "seeds" / seed], tmp_path / "x.svg", ood=[other], device="cpu")[1]
+        for seed in ("seed1", "seed2")
+    ]
+    parts = [alone["series"][0]["outside"][other] for alone in each]
+    for key in ("inside", "outside"):
+        assert one["outside"][other][key] == pytest.approx(np.mean([part[key] for part in parts], 0))
+    assert one["outside"][other]["auroc"]["mean"] == pytest.approx(np.mean([part["auroc"]["mean"] for part in parts]))
+
+
+def test_what_entropy_can_not_draw_is_one_sentence(place, tmp_path, capsys):
+    where = "--out", tmp_path / "x.png", "--device", "cpu"
+    found = refused(capsys, "figure", "entropy", place / "plain", *where)
+    assert found == "figure entropy: no recipe names a data set from elsewhere; give one by --ood"
+    found = refused(capsys, "figure", "line", place / "plain", "--ood", "digits", *where)
+    assert found == "figure line: data from elsewhere are for entropy"
+    assert "no data set 'nowhere'" in refused(capsys, "figure", "entropy", place / "plain", "--ood", "nowhere", *where)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_diversity_over_epochs_is_that_of_the_metrics_with_the_effect_of_the_step(place, tmp_path):
+    found = write_figure("diversity", [place / "plain", place / "moved"], tmp_path / "d.png")[1]
+    plain, moved = found["series"]
+    assert [one["label"] for one in found["series"]] == ["moved, seed 0 (plain)", "moved, seed 0 (moved)"]
+    assert set(plain) == {"label", "folder", "teachers_apart", "members_apart"}
+    notes = [line["peers"]["s"]["notes"] for line in Run(place / "moved").metrics]
+    for key in ("teachers_before", "teachers_after", "members_before", "members_after"):
+        assert moved[key] == [own[f"perturb.{key}"] for own in notes]
+    assert moved["teachers_apart"] == [own["distil.teachers_apart"] for own in notes]
+    apart, teachers, members = draw_diversity(found).axes
+    assert len(apart.get_lines()) == 4
+    for axes, who in ((teachers, "teachers"), (members, "members")):
+        (line,) = (line for line in axes.get_lines() if line.get_label() == "moved, seed 0 (moved)")
+        expected = np.subtract(moved[f"{who}_after"], moved[f"{who}_before"])
+        assert line.get_ydata() == pytest.approx(expected)
+    assert len(draw_diversity({"series": [plain]}).axes) == 1
+
+
+def test_an_epoch_without_a_figure_leaves_a_gap(place, tmp_path):
+    lines = (place / "moved" / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    first["peers"]["s"]["notes"] = {}
+    for path in (place / "moved").iterdir():
+        if path.suffix in (".toml", ".json"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    found = write_figure("diversity", [tmp_path], tmp_path / "d.png")[1]
+    (one,) = found["series"]
+    assert one["members_apart"][0] is one["teachers_after"][0] is None
+    assert one["members_apart"][1] is not None
+    line = draw_diversity(found).axes[1].get_lines()[0]
+    assert list(line.get_xdata()) == [1, 2]
+    assert np.isnan(line.get_ydata()).tolist() == [True, False]
+
+
+def test_who_was_not_distilled_was_not_apart(place, tmp_path, capsys):
+    found = refused(capsys, "figure", "diversity", place / "ensemble", "--out", tmp_path / "x.png")
+    assert found.endswith("ensemble: was not distilled from several teachers, so nobody was apart")
+
+
+def test_kinds_of_steps_are_compared_by_how_far_apart_all_are(place, tmp_path):
+    found = write_figure("perturbations", [place / "moved"], tmp_path / "p.png", device="cpu")[1]
+    kinds = found["series"][0]["kinds"]
+    assert list(kinds) == ["as they are", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+    run, ensemble = Run(place / "moved"), Run(place / "ensemble")
+    train = load_data(run.recipe).train
+    images = to_unit(train.batch(permutation(Address(0, "data", "distilled"), len(train)), torch.device("cpu"))[0])
+    nets = {
+        "teachers": [ensemble[name].materialise().eval() for name in ensemble],
+        "members": [run["s"].materialise(number).eval() for number in range(2)],
+    }
+    for who, own in nets.items():
+        with torch.no_grad():
+            both = [torch.distributions.Categorical(logits=net.double()(images.double())) for net in own]
+        each = [torch.distributions.kl_divergence(p, q).mean() for p, q in itertools.permutations(both, 2)]
+        assert kinds["as they are"][who] == pytest.approx(sum(each).item() / 2, rel=1e-4)
+    for kind in ("tdiv", "bald"):
+        assert kinds[kind]["teachers"] > kinds["as they are"]["teachers"]
