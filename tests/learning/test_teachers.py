@@ -517,6 +517,15 @@ def test_what_a_step_does_is_noted_at_the_end_of_every_epoch_and_changes_nothing
     assert all(torch.equal(tensor, same_as[name]) for name, tensor in after.items())
 
 
+def test_the_effect_is_looked_at_in_some_twenty_epochs_and_the_last():
+    lines = []
+    found = learner("tdiv", points(), members(), epochs=47)
+    found._log = lines.append
+    found.run()
+    seen = [line["epoch"] for line in lines if line["peers"]["student"]["notes"]]
+    assert seen == [*range(3, 47, 3), 47]
+
+
 def test_images_that_take_no_step_have_no_effect_to_be_noted():
     lines = []
     found = learner(None, points(), members())

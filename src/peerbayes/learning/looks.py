@@ -21,6 +21,7 @@ from peerbayes.posteriors import Posterior, predict_split
 
 DRAWS = 4  # of a prediction at the end of an epoch
 MOVED = 128  # images, at most, whose step is looked at; no more than a batch, for which there is memory
+MOVES = 20  # looks at such a step in a run, at most: one costs as much as a hundred captured steps
 
 
 class Looks:
@@ -65,12 +66,15 @@ class Looks:
                 found[f"{kind}_nll"] = evaluation.nll_from_log(log_p, labels)
         return found
 
-    def perturbed(self, peer: str, perturb: Perturbation, step: int, autocast: torch.dtype | None) -> dict[str, float]:
+    def perturbed(
+        self, peer: str, perturb: Perturbation, step: int, epoch: int, autocast: torch.dtype | None
+    ) -> dict[str, float]:
         """Return what a step of images does to how far apart teachers, and a peer's members, are; by the first process.
 
-        For training images that are not augmented, and always the same ones; see `Perturbation.effect`.
+        For training images that are not augmented, and always the same ones; see `Perturbation.effect`. In about 20
+        epochs of a run, evenly spaced, with the last one.
         """
-        if not self.world.is_first:
+        if not self.world.is_first or (epoch % math.ceil(self.recipe.epochs / MOVES) and epoch != self.recipe.epochs):
             return {}
         return perturb.effect(self._images, step, self.peers[peer], autocast)
 

@@ -246,7 +246,7 @@ class Learner:
             found |= self.looks.judge(name, position.step, epoch, self._kept_words)
             self.looks.keep(name, found, position)
             if (perturb := self.cohort.perturb) is not None:
-                effect = self.looks.perturbed(name, perturb, position.step, self.cohort.autocast)
+                effect = self.looks.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
                 found["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
         line = {
             "stage": position.stage + 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -174,8 +173,9 @@ def draw_diversity(found: Record) -> Figure:
 
 
 def _over_epochs(axes: Any, values: Sequence[float | None] | None, style: str, **look: Any) -> None:
-    if values:
-        axes.plot(range(1, len(values) + 1), [math.nan if value is None else value for value in values], style, **look)
+    known = {epoch: value for epoch, value in enumerate(values or (), 1) if value is not None}
+    if known:
+        axes.plot(list(known), list(known.values()), style, **look)
 
 
 def draw_perturbations(found: Record) -> Figure:
