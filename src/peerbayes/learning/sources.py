@@ -21,7 +21,8 @@ from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 
-DRAWN = {"sampling", "prior", "prior_std", "bits"}  # options of a shared posterior that do not make its codebook
+# options of a shared posterior that do not make its codebook
+DRAWN = {"sampling", "mixture", "prior", "prior_std", "bits"}
 DATA_KEYS = {"name", "classes", "validation", "size", "text"}  # what a source must have in common with its run
 
 
