@@ -168,8 +168,13 @@ def test_two_processes_compress_one_run_together(field, tmp_path):
         assert (about["processes"], about["finished"]) == (2, True)
 
 
-def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
-    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=2"]
+MERGED = ["merge_every_epoch=true", "merge.distance=1e-5", "merge.lr=1e-9", "components=300", "top=0.0"]
+MERGING = [*(f"peers.0.posterior.{one}" for one in MERGED), "stages.0.optimizer.lr=3e-3"]
+
+
+@pytest.mark.parametrize("more", [[], MERGING, [*MERGING, "evaluation.keep=best"]])
+def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path, more):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=3", *more]
     recipe = load_recipe("sharing/digits-resnet8-shared", changes)
     whole = train(recipe, tmp_path / "whole", device="cpu")
 
@@ -178,13 +183,25 @@ def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
 
     class Reporter(pb.learning.Reporter):
         def epoch(self, line):
-            if line["epoch"] == 2:
+            if line["epoch"] == 3:
                 raise Stop
 
     with pytest.raises(Stop):
         train(recipe, tmp_path / "cut", device="cpu", reporter=Reporter(), checkpoint_every=5)
     again = train(recipe, tmp_path / "cut", device="cpu", resume=True)
     assert whole.weights_file("net").read_bytes() == again.weights_file("net").read_bytes()
+
+
+def test_components_that_come_near_each_other_are_merged_after_every_epoch(field, tmp_path):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=3", *MERGING]
+    run = train(load_recipe("sharing/digits-resnet8-shared", changes), tmp_path / "run", device="cpu")
+    lines = [json.loads(line)["peers"]["net"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    logs = [line["merging"] for line in lines]
+    at_first = json.loads((run.folder / "sharing.json").read_text())["net"]["components"]
+    assert [log["before"] for log in logs] == [at_first, *(log["after"] for log in logs[:-1])]
+    assert logs[0]["merged"] > 0
+    assert len(run["net"].component) == logs[-1]["after"] < at_first
+    assert lines[-1]["valid_accuracy"] > 0.8  # of what was merged
 
 
 def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tmp_path):
@@ -208,6 +225,8 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior.components=1000000", "components is 1000000, but there are only"),
         ("peers.0.posterior.merge.rule=mean", "peers.0.posterior.merge.rule"),
         ("peers.0.posterior.sampling=some", "peers.0.posterior.sampling"),
+        ("peers.0.posterior={kind='shared', mixture=true, blend=false}", "mixture is how blended weights are drawn"),
+        ("peers.0.posterior={kind='shared', merge_every_epoch=true, merge={distance=0}}", "merges by merge.distance"),
         ("peers.0.posterior.thrift=inf", "peers.0.posterior.thrift"),
         ("peers.0.posterior.thrift=1e-30", "thrift is too small"),
         ("peers.0.posterior.smallest=1000000", "ask for fewer than 256, or lower smallest"),

@@ -112,6 +112,7 @@ class Shared(Strict):
         mixture: whether such a weight is drawn of one of the two, by its shares, and not of their blended parameters.
         thrift: squared distance that a bit of the index may cost, in variances of all inliers, which also makes the
             number of components; 0 counts no bits. See `peerbayes.sharing.thrifty`.
+        merge_every_epoch: whether components that have come near each other are merged at the end of every epoch, too.
         bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
     """
 
@@ -125,6 +126,7 @@ class Shared(Strict):
     em_steps: Annotated[int, Field(ge=0)] = 0
     thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     merge: Merge = Merge()
+    merge_every_epoch: bool = False
     sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
     mixture: bool = False
     prior: Literal["anchored", "normal"] = "anchored"
@@ -135,6 +137,12 @@ class Shared(Strict):
     def _mixture_has_blends(self) -> Shared:
         if self.mixture and not self.blend:
             raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _merging_has_a_distance(self) -> Shared:
+        if self.merge_every_epoch and not self.merge.distance:
+            raise ValueError("merge_every_epoch merges by merge.distance, which is 0; leave out one of them")
         return self
 
     @model_validator(mode="after")

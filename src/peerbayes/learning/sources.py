@@ -96,13 +96,14 @@ def shared_of(
     """Make a codebook of a trained posterior over a network, where it is; gradients count on the training split."""
     from peerbayes.sharing import Sharing, gradient_statistic, share
 
-    table = options.model_dump(exclude={"kind", *DRAWN})
+    table = options.model_dump(exclude={"kind", "merge_every_epoch", *DRAWN})
     needed = options.merge.distance > 0 or (options.outliers and options.top > 0)
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
     book, account = share(posterior, Sharing(**table), gradient, seed)
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}
     shared = Shared(network, book, start_from=posterior, **how).to(posterior.device)
     shared.account = account
+    shared.merging = options.merge.model_dump() if options.merge_every_epoch else None
     return shared
 
 

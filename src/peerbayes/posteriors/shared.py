@@ -151,6 +151,7 @@ class Shared(Posterior):
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
         self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
+        self.merging: dict[str, Any] | None = None  # how components merge at the end of every epoch, where they do
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
         self._usual = weights is None and bayesian is conv_and_linear_weights
@@ -184,25 +185,71 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row of `_table` each weight has, how many weights each row has, and its prior."""
+        """Work out which row of `_table` each weight has, how often each row counts, and its prior."""
         components, blended = len(self.component), len(self.blended)
         rows = self.label.long()
         device = rows.device
         rows = rows.index_copy(0, self.blended, components + torch.arange(blended, device=device))
         first = components + blended
         rows = rows.index_copy(0, self.outlier, first + torch.arange(len(self.outlier), device=device))
-        self.register_buffer("_rows", rows.int(), persistent=False)
+        self._work_out("_rows", rows.int())
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
-        self.register_buffer("_count", count, persistent=False)
+        if self.sampling.startswith("cluster"):  # one latent number for all weights of a component
+            single = torch.ones_like(count[first:])
+            count = torch.cat([self.used.to(count.dtype), torch.zeros_like(count[components:first]), single])
+        self._work_out("_count", count)
         # A standard normal number below it is as likely as the first of a blended weight's components.
-        self.register_buffer("_bound", torch.special.ndtri(self.blend_weight[:, 0]), persistent=False)
+        self._work_out("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
         own = [*self.anchor_component.unbind(1), *self.anchor_cholesky.unbind(1)]
         mean = torch.cat([own[0], *self._mixed(own[:1]), self.anchor_outlier])
         std = torch.cat([self._variance(own).sqrt(), torch.full_like(self.anchor_outlier, self.prior_std)])
         if self.prior == "normal":
             mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
-        self.register_buffer("_prior_mean", mean, persistent=False)
-        self.register_buffer("_prior_std", std, persistent=False)
+        self._work_out("_prior_mean", mean)
+        self._work_out("_prior_std", std)
+
+    def _work_out(self, name: str, tensor: Tensor) -> None:
+        """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
+        own = getattr(self, name, None)
+        if own is not None and own.shape == tensor.shape and own.device == tensor.device:
+            own.copy_(tensor)
+        else:
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def used(self) -> Tensor:
+        """Which components any weight has, a mask (K,)."""
+        found = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
+        return found.index_fill(0, self.blend_component.flatten().long(), True)
+
+    @torch.no_grad()
+    def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Let components have gone into others, and take new ``parts``; every tensor stays where it is.
+
+        Args:
+            into: the component, (K,), that each one's weights have from now on.
+            parts: what the components are now, and what the prior is anchored at: tensors by name.
+        """
+        for name, tensor in parts.items():
+            getattr(self, name).copy_(tensor)
+        self.label.copy_(into[self.label.long()])
+        self.blend_component.copy_(into[self.blend_component.long()])
+        self._index()
+
+    def _tidy(self) -> None:
+        """Leave out components that no weight has any more, and blend no component with itself."""
+        pair, used = self.blend_component.long(), self.used
+        mixed = pair[:, 0] != pair[:, 1]
+        if bool(used.all()) and bool(mixed.all()):
+            return
+        others = torch.cat([self.outlier, self.blended[mixed]])
+        label = self.label.long().index_copy(0, self.blended[~mixed], pair[~mixed, 0])
+        number = used.cumsum(0) - 1
+        names = ("component", "cholesky", "anchor_component", "anchor_cholesky")
+        book = {name: getattr(self, name)[used] for name in names}
+        book |= {name: getattr(self, name)[mixed] for name in ("blended", "blend_weight")}
+        book |= {"label": number[label].index_fill(0, others, 0).int(), "blend_component": number[pair[mixed]].int()}
+        self.load_state(self.state() | {f"codebook/{name}": tensor.detach() for name, tensor in book.items()})
 
     # ---- a row for each component, blended weight and outlier -----------------------------------------------------
 
@@ -370,12 +417,7 @@ class Shared(Posterior):
         """
         if reduction != "sum":
             return super().kl(reduction, weights)
-        count = self._count
-        if self.sampling.startswith("cluster"):
-            own = torch.ones_like(count)
-            own[len(self.component) : len(self.component) + len(self.blended)] = 0
-            count = own
-        return torch.dot(self._kl_by_row(), count)
+        return torch.dot(self._kl_by_row(), self._count)
 
     def _kl_by_row(self) -> Tensor:
         own = self._own()
@@ -412,8 +454,10 @@ class Shared(Posterior):
     def save(self, path: str | Path, anchors: bool = True) -> None:
         """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone.
 
-        Where numbers are rounded, the posterior itself becomes what is in the file, to the last bit.
+        Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
+        the file, to the last bit.
         """
+        self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:
             own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}

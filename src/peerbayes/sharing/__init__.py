@@ -6,6 +6,7 @@ from peerbayes.sharing.gaussians import Components, log_density, mahalanobis, me
 from peerbayes.sharing.merging import merge
 from peerbayes.sharing.outliers import blends, outliers
 from peerbayes.sharing.thrift import thrifty
+from peerbayes.sharing.trained import merge_trained
 
 __all__ = [
     "Components",
@@ -18,6 +19,7 @@ __all__ = [
     "log_density",
     "mahalanobis",
     "merge",
+    "merge_trained",
     "merged",
     "nearest",
     "outliers",
