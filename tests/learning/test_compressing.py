@@ -14,11 +14,12 @@ from learners import same
 import peerbayes as pb
 from commands import refused
 from peerbayes import cli
-from peerbayes.learning import load_recipe, train
+from peerbayes.learning import Learner, load_recipe, train
 from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
+from peerbayes.learning.sources import blank_shared
 from peerbayes.posteriors import MeanField, Shared, storage
-from peerbayes.sharing import Sharing, gradient_statistic, share, shared_weights
+from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
 
 QUIET = ("--quiet", "--device", "cpu")
 
@@ -131,7 +132,7 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
         pb.compress(own, run=tmp_path / "x")
-    with pytest.raises(pb.InputError, match="components is 700, but there are only 640 weights to share"):
+    with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, beside 6"):
         pb.compress(own, data="digits", run=tmp_path / "x", components=700)
     with pytest.raises(pb.InputError, match="data is for a posterior"):
         pb.compress(field, data="digits", run=tmp_path / "x")
@@ -242,12 +243,41 @@ def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, c
     assert not (tmp_path / "x").exists()
 
 
-def test_more_components_than_weights_are_refused_before_a_network_gets_its_scales(field, tmp_path, capsys):
-    change = ("--set", "peers.0.posterior.components=1000000")
-    found = refused(capsys, "compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *change, *QUIET)
+@pytest.mark.parametrize("key", ["components", "smallest"])
+def test_what_no_codebook_can_have_is_refused_before_a_network_gets_its_scales(field, tmp_path, capsys, key):
+    words = ["compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *QUIET]
     size = shared_weights(field["net"])[0].size
-    assert found == f"peer 'net': posterior.components is 1000000, but there are only {size} weights to share"
+    inside = size - int(outliers(torch.zeros(size), gradient=torch.rand(size)).sum())
+    assert inside < size
+    found = refused(capsys, *words, "--set", f"peers.0.posterior.{key}={inside + 1}")
+    outside = f"there are only {inside} weights to share, beside {size - inside} outliers by their gradients"
+    assert found == f"peer 'net': posterior.{key} is {inside + 1}, but {outside}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_weights_may_have_a_component_each_but_no_more(field):
+    options, network = load_recipe("sharing/shared").peers[0].posterior, field._network("net")
+    size = shared_weights(field["net"])[0].size
+    for changes, most in (({"top": 0.0}, size), ({"outliers": False}, size), ({"top": 0.25}, size - size // 4)):
+        blank_shared(network, options.model_copy(update={"components": most, **changes}), 0, "net")
+        with pytest.raises(pb.InputError, match=f"components is {most + 1}, but there are only {most} weights"):
+            blank_shared(network, options.model_copy(update={"components": most + 1, **changes}), 0, "net")
+
+
+def test_compress_writes_checkpoints_as_often_as_it_is_told(field, tmp_path, capsys, monkeypatch):
+    steps, checkpoint = [], Learner.checkpoint
+
+    def noted(self):
+        steps.append(self.position.step)
+        checkpoint(self)
+
+    monkeypatch.setattr(Learner, "checkpoint", noted)
+    words = ["compress", str(field.folder), "--run", str(tmp_path / "x"), "--set", "stages.0.epochs=1", *QUIET]
+    run_command([*words, "--checkpoint-every", "7"])
+    capsys.readouterr()
+    recipe = pb.load(tmp_path / "x").recipe
+    last = len(load_data(recipe).train) // recipe.data.batch_size
+    assert steps == [*range(7, last, 7), last]
 
 
 def test_gates_of_merging_see_gradients_where_there_are_no_outliers_too(field, tmp_path):

@@ -20,6 +20,7 @@ from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
+from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
 
 # options of a shared posterior that do not make its codebook
 DRAWN = {"sampling", "mixture", "prior", "prior_std", "bits"}
@@ -80,13 +81,20 @@ def _shared(
 
 
 def blank_shared(network: torch.nn.Module, options: SharedOptions, seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more components than it could have."""
+    """Return a stand-in for a codebook that is not made yet; refuse more components, or larger ones, than it can have.
+
+    Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
+    """
     blank = Shared(network, seed=seed, name=name, **options.model_dump(include=DRAWN))
-    if options.components > blank.layout.size:
-        raise InputError(
-            f"peer '{name}': posterior.components is {options.components}, but there are only {blank.layout.size} "
-            "weights to share"
-        )
+    single = steepest(options.top, blank.layout.size) if options.outliers else 0
+    inside = blank.layout.size - single
+    words = f"there are only {inside} weights to share" + f", beside {single} outliers by their gradients" * (
+        single > 0
+    )
+    if options.components > inside:
+        raise InputError(f"peer '{name}': posterior.components is {options.components}, but {words}")
+    if options.outliers and options.smallest > inside:
+        raise InputError(f"peer '{name}': posterior.smallest is {options.smallest}, but {words}")
     return blank
 
 
@@ -94,8 +102,6 @@ def shared_of(
     posterior: MeanField, network: torch.nn.Module, options: SharedOptions, loaded: Dataset, seed: int, name: str
 ) -> Shared:
     """Make a codebook of a trained posterior over a network, where it is; gradients count on the training split."""
-    from peerbayes.sharing import Sharing, gradient_statistic, share
-
     table = options.model_dump(exclude={"kind", "merge_every_epoch", *DRAWN})
     needed = options.merge.distance > 0 or (options.outliers and options.top > 0)
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None

@@ -4,7 +4,7 @@ from peerbayes.sharing.build import Sharing, gradient_statistic, share, shared_w
 from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
 from peerbayes.sharing.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
 from peerbayes.sharing.merging import merge
-from peerbayes.sharing.outliers import blends, outliers
+from peerbayes.sharing.outliers import blends, outliers, steepest
 from peerbayes.sharing.thrift import thrifty
 from peerbayes.sharing.trained import merge_trained
 
@@ -25,6 +25,7 @@ __all__ = [
     "outliers",
     "share",
     "shared_weights",
+    "steepest",
     "thrifty",
     "wasserstein2",
 ]
