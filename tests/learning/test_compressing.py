@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from peerbayes import cli
 from peerbayes.learning import Learner, load_recipe, train
 from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
-from peerbayes.learning.sources import blank_shared
+from peerbayes.learning.sources import blank_shared, build_peer
 from peerbayes.posteriors import MeanField, Shared, storage
 from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
 
@@ -294,6 +295,31 @@ def test_a_row_of_the_paper_is_that_of_one_recipe():
     claims = [load_recipe(name).reproduces for name in packaged() if name.startswith("sharing/")]
     rows = [claim for claim in claims if claim.startswith("paper 4")]
     assert len(rows) == len(set(rows)) > 20
+
+
+def test_images_are_augmented_as_in_the_paper():
+    found = {name: load_recipe(name).data for name in packaged() if name.startswith("sharing/")}
+    kinds = {(data.name, *data.augment) for data in found.values() if data.name in ("cifar10", "cifar100")}
+    assert kinds == {("cifar10", "crop", "flip"), ("cifar100", "reflect_crop", "flip")}
+
+
+def test_a_vit_gets_its_scales_from_a_file_in_timms_names(tmp_path):
+    timm, files = pytest.importorskip("timm"), pytest.importorskip("safetensors.torch")
+    torch.manual_seed(1)
+    state = timm.create_model("test_vit", img_size=32).state_dict()
+    files.save_file(state, tmp_path / "vit.safetensors")
+    changes = [f"peers.0.start_from={tmp_path / 'vit.safetensors'}", "peers.0.network=timm/test_vit", "data.size=32"]
+    recipe = load_recipe("sharing/imagenet-vit-stage1", changes)
+    images = torch.rand(8, 32, 32, 3, generator=torch.Generator().manual_seed(0))
+    data = replace(pb.data.from_arrays((images, torch.arange(8) % 2)), classes=1000)
+    peer = build_peer(recipe.peers[0], recipe, data, 0, tmp_path, torch.device("cpu"))
+    assert isinstance(peer, MeanField)
+    found = peer.materialise().network.state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert torch.equal(peer.anchor, peer.mean)
+    assert shared_weights(peer)[0].size == sum(
+        t.numel() for n, t in state.items() if n.endswith("weight") and t.dim() > 1
+    )
 
 
 def test_a_point_can_not_be_shared_directly(field, tmp_path):
