@@ -328,9 +328,14 @@ def test_a_point_can_not_be_shared_directly(field, tmp_path):
         train(recipe, tmp_path / "x", device="cpu")
 
 
-def test_collapsed_scales_are_refused(field):
+def test_collapsed_scales_are_refused_by_file_and_peer(field, tmp_path):
     posterior = pb.load(field.folder)["net"]
     with torch.no_grad():
         posterior.rho.fill_(-200)
     with pytest.raises(pb.InputError, match="collapsed to 0"):
         share(posterior, Sharing(), None)
+    posterior.save(tmp_path / "flat.safetensors")
+    recipe = load_recipe("sharing/shared", [f"peers.0.start_from={tmp_path / 'flat.safetensors'}"])
+    with pytest.raises(pb.InputError, match=r"flat\.safetensors: peer 'net': scales of the posterior have collapsed"):
+        train(recipe, tmp_path / "x", device="cpu")
+    assert not (tmp_path / "x").exists()

@@ -11,7 +11,7 @@ import torch
 
 from peerbayes import networks
 from peerbayes.data import Dataset
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, within
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
@@ -77,7 +77,8 @@ def _shared(
     posterior = Posterior.load(source, network).to(device)
     if not isinstance(posterior, MeanField):
         raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
-    return shared_of(posterior, network, options, loaded, seed, peer.name)
+    with within(str(source)):
+        return shared_of(posterior, network, options, loaded, seed, peer.name)
 
 
 def blank_shared(network: torch.nn.Module, options: SharedOptions, seed: int, name: str) -> Shared:
@@ -105,7 +106,8 @@ def shared_of(
     table = options.model_dump(exclude={"kind", "merge_every_epoch", *DRAWN})
     needed = options.merge.distance > 0 or (options.outliers and options.top > 0)
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
-    book, account = share(posterior, Sharing(**table), gradient, seed)
+    with within(f"peer '{name}'"):
+        book, account = share(posterior, Sharing(**table), gradient, seed)
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}
     shared = Shared(network, book, start_from=posterior, **how).to(posterior.device)
     shared.account = account
