@@ -1,6 +1,7 @@
 """The benchmark: its figures follow from what was timed, and a failure, a budget or a cut loses nothing else."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from commands import called, refused
 from peerbayes import bench, cli, networks
 from peerbayes.bench import theirs
 from peerbayes.bench.figures import NEEDS_GPU, RATIOS
+from peerbayes.bench.shared import VIT, SharedWeights, vit_weights
 from peerbayes.bench.theirs import THEIRS
 from peerbayes.learning import Reporter
 from peerbayes.posteriors import prediction
@@ -96,6 +98,8 @@ def test_derived_figures_are_quotients_of_their_parts():
     medians |= {
         f"sharing.{name}_draw_ms": ms for name, ms in (("mean_field", 4.0), ("moment", 3.0), ("hierarchical", 7.0))
     }
+    for name, ms in (("mean_field", 4.0), ("moment", 5.0), ("hierarchical", 6.0), ("cluster", 2.0)):
+        medians |= {f"sharing.{name}_step_ms": ms, f"sharing.predict_{name}_s": ms * ms}
     measured = {key: {"median": value} for key, value in medians.items()}
     measured["pair_epoch_s"]["peak_memory_gib"] = 0.75
     found = bench.figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
@@ -108,6 +112,9 @@ def test_derived_figures_are_quotients_of_their_parts():
     assert figures["predict_rate"] == 1e6
     assert (figures["latentbe_over_kd"], figures["tdiv_sdiv_over_kd"]) == (1.5, 2.5)
     assert (figures["moment_draw_over_mean_field"], figures["hierarchical_draw_over_mean_field"]) == (0.75, 1.75)
+    kinds = ("moment", "hierarchical", "cluster")
+    assert [figures[f"{kind}_step_over_mean_field"] for kind in kinds] == [1.25, 1.5, 0.5]
+    assert [figures[f"{kind}_predict_over_mean_field"] for kind in kinds] == [25 / 16, 2.25, 0.25]
     assert figures["peak_memory_gib"]["captured"] == 0.75
     assert found["notes"]["peak_memory_gib.eager"] == "needs eager_pair_epoch_s"
 
@@ -185,6 +192,56 @@ def test_only_measures_what_a_figure_needs_and_keeps_the_rest(tmp_path, stopwatc
     path.write_text(json.dumps(old))
     record = run(path, ["growth.draws"])
     assert record["figures"]["speedup_single"] is None  # of another torch
+
+
+@pytest.mark.parametrize(
+    ("only", "shown"),
+    [
+        (["pair_epoch_s"], {"pair_epoch_s", "peak_memory_gib.captured"}),
+        (["growth.draws"], {"growth.draws.1", "growth.draws.2"}),
+        (["bayesian_over_deterministic"], {*RATIOS["bayesian_over_deterministic"], "bayesian_over_deterministic"}),
+        (["speedup_single"], {"single_step_ms", *THEIRS, "bayesian_torch_step_ms", "speedup_single"}),
+        (["predict_rate", "growth.peers"], {"predict_50x10k_s", "predict_rate", "growth.peers.2"}),
+    ],
+)
+def test_only_prints_what_was_asked_for_and_what_follows_from_it(tmp_path, stopwatch, capsys, only, shown):
+    words = ["bench", "--quick", "--device", "cpu", "--out", str(tmp_path / "b.json"), "--quiet"]
+    run(tmp_path / "b.json", ["eager_pair_epoch_s"])  # which the file keeps
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, *(word for name in only for word in ("--only", name))])
+    assert not end.value.code
+    lines, files = capsys.readouterr().out.strip().rsplit("\n\n", 1)
+    assert {line.split()[0] for line in lines.splitlines()} == shown
+    assert files.startswith(str(tmp_path / "b.json"))
+    assert json.loads((tmp_path / "b.json").read_text())["figures"]["eager_pair_epoch_s"] is not None
+
+
+def test_the_weights_of_a_vit_are_as_many_as_timm_has():
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        real, ours = timm.create_model("vit_base_patch16_224"), vit_weights(12)
+    kinds = torch.nn.Conv2d, torch.nn.Linear
+    expected = sorted(tuple(m.weight.shape) for m in real.modules() if isinstance(m, kinds))
+    assert sorted(tuple(layer.weight.shape) for layer in ours) == expected
+    assert 86_000_000 < sum(math.prod(shape) for shape in expected) < 87_000_000
+
+
+@pytest.mark.parametrize("only", [["sharing.clustering_s", "sharing.clustering_vit_s"], ["sharing"]])
+def test_a_vit_is_clustered_on_a_cpu_only_by_name(tmp_path, monkeypatch, only):
+    def fake(_self, key, _field):
+        return {key: {"median": float(len(key))}}
+
+    for name in ("draws", "steps", "predictions"):
+        monkeypatch.setattr(SharedWeights, name, lambda _self: 1 / 0)
+    monkeypatch.setattr(SharedWeights, "_clustering", fake)
+    monkeypatch.setattr("peerbayes.bench.shared.vit_weights", lambda blocks: torch.nn.Linear(blocks, 1))
+    record = bench.run("cpu", tmp_path / "b.json", only, False, None, Reporter())[0]
+    found = record["figures"]["sharing"]
+    assert found["clustering_s"] == len("sharing.clustering_s")
+    if VIT in only:
+        assert found["clustering_vit_s"] == len(VIT)
+    else:
+        assert record["notes"][VIT] == f"left out: takes long on a CPU; --only {VIT} measures it"
 
 
 def test_settings_that_came_later_do_not_make_a_file_worthless(tmp_path, stopwatch):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from learners import same
 import peerbayes as pb
 from commands import refused
 from peerbayes import cli
-from peerbayes.learning import load_recipe, train
+from peerbayes.learning import Learner, load_recipe, train
 from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
+from peerbayes.learning.sources import blank_shared, build_peer
 from peerbayes.posteriors import MeanField, Shared, storage
-from peerbayes.sharing import Sharing, gradient_statistic, share, shared_weights
+from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
 
 QUIET = ("--quiet", "--device", "cpu")
 
@@ -131,7 +133,7 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
         pb.compress(own, run=tmp_path / "x")
-    with pytest.raises(pb.InputError, match="components is 700, but there are only 640 weights to share"):
+    with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, beside 6"):
         pb.compress(own, data="digits", run=tmp_path / "x", components=700)
     with pytest.raises(pb.InputError, match="data is for a posterior"):
         pb.compress(field, data="digits", run=tmp_path / "x")
@@ -168,8 +170,13 @@ def test_two_processes_compress_one_run_together(field, tmp_path):
         assert (about["processes"], about["finished"]) == (2, True)
 
 
-def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
-    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=2"]
+MERGED = ["merge_every_epoch=true", "merge.distance=1e-5", "merge.lr=1e-9", "components=300", "top=0.0"]
+MERGING = [*(f"peers.0.posterior.{one}" for one in MERGED), "stages.0.optimizer.lr=3e-3"]
+
+
+@pytest.mark.parametrize("more", [[], MERGING, [*MERGING, "evaluation.keep=best"]])
+def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path, more):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=3", *more]
     recipe = load_recipe("sharing/digits-resnet8-shared", changes)
     whole = train(recipe, tmp_path / "whole", device="cpu")
 
@@ -178,13 +185,25 @@ def test_a_shared_run_resumes_to_the_same_weights(field, tmp_path):
 
     class Reporter(pb.learning.Reporter):
         def epoch(self, line):
-            if line["epoch"] == 2:
+            if line["epoch"] == 3:
                 raise Stop
 
     with pytest.raises(Stop):
         train(recipe, tmp_path / "cut", device="cpu", reporter=Reporter(), checkpoint_every=5)
     again = train(recipe, tmp_path / "cut", device="cpu", resume=True)
     assert whole.weights_file("net").read_bytes() == again.weights_file("net").read_bytes()
+
+
+def test_components_that_come_near_each_other_are_merged_after_every_epoch(field, tmp_path):
+    changes = [f"peers.0.start_from={field.folder}", "stages.0.epochs=3", *MERGING]
+    run = train(load_recipe("sharing/digits-resnet8-shared", changes), tmp_path / "run", device="cpu")
+    lines = [json.loads(line)["peers"]["net"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    logs = [line["merging"] for line in lines]
+    at_first = json.loads((run.folder / "sharing.json").read_text())["net"]["components"]
+    assert [log["before"] for log in logs] == [at_first, *(log["after"] for log in logs[:-1])]
+    assert logs[0]["merged"] > 0
+    assert len(run["net"].component) == logs[-1]["after"] < at_first
+    assert lines[-1]["valid_accuracy"] > 0.8  # of what was merged
 
 
 def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tmp_path):
@@ -208,6 +227,8 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior.components=1000000", "components is 1000000, but there are only"),
         ("peers.0.posterior.merge.rule=mean", "peers.0.posterior.merge.rule"),
         ("peers.0.posterior.sampling=some", "peers.0.posterior.sampling"),
+        ("peers.0.posterior={kind='shared', mixture=true, blend=false}", "mixture is how blended weights are drawn"),
+        ("peers.0.posterior={kind='shared', merge_every_epoch=true, merge={distance=0}}", "merges by merge.distance"),
         ("peers.0.posterior.thrift=inf", "peers.0.posterior.thrift"),
         ("peers.0.posterior.thrift=1e-30", "thrift is too small"),
         ("peers.0.posterior.smallest=1000000", "ask for fewer than 256, or lower smallest"),
@@ -223,12 +244,41 @@ def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, c
     assert not (tmp_path / "x").exists()
 
 
-def test_more_components_than_weights_are_refused_before_a_network_gets_its_scales(field, tmp_path, capsys):
-    change = ("--set", "peers.0.posterior.components=1000000")
-    found = refused(capsys, "compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *change, *QUIET)
+@pytest.mark.parametrize("key", ["components", "smallest"])
+def test_what_no_codebook_can_have_is_refused_before_a_network_gets_its_scales(field, tmp_path, capsys, key):
+    words = ["compress", field.folder.parent / "dnn", "--run", tmp_path / "x", *QUIET]
     size = shared_weights(field["net"])[0].size
-    assert found == f"peer 'net': posterior.components is 1000000, but there are only {size} weights to share"
+    inside = size - int(outliers(torch.zeros(size), gradient=torch.rand(size)).sum())
+    assert inside < size
+    found = refused(capsys, *words, "--set", f"peers.0.posterior.{key}={inside + 1}")
+    outside = f"there are only {inside} weights to share, beside {size - inside} outliers by their gradients"
+    assert found == f"peer 'net': posterior.{key} is {inside + 1}, but {outside}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_weights_may_have_a_component_each_but_no_more(field):
+    options, network = load_recipe("sharing/shared").peers[0].posterior, field._network("net")
+    size = shared_weights(field["net"])[0].size
+    for changes, most in (({"top": 0.0}, size), ({"outliers": False}, size), ({"top": 0.25}, size - size // 4)):
+        blank_shared(network, options.model_copy(update={"components": most, **changes}), 0, "net")
+        with pytest.raises(pb.InputError, match=f"components is {most + 1}, but there are only {most} weights"):
+            blank_shared(network, options.model_copy(update={"components": most + 1, **changes}), 0, "net")
+
+
+def test_compress_writes_checkpoints_as_often_as_it_is_told(field, tmp_path, capsys, monkeypatch):
+    steps, checkpoint = [], Learner.checkpoint
+
+    def noted(self):
+        steps.append(self.position.step)
+        checkpoint(self)
+
+    monkeypatch.setattr(Learner, "checkpoint", noted)
+    words = ["compress", str(field.folder), "--run", str(tmp_path / "x"), "--set", "stages.0.epochs=1", *QUIET]
+    run_command([*words, "--checkpoint-every", "7"])
+    capsys.readouterr()
+    recipe = pb.load(tmp_path / "x").recipe
+    last = len(load_data(recipe).train) // recipe.data.batch_size
+    assert steps == [*range(7, last, 7), last]
 
 
 def test_gates_of_merging_see_gradients_where_there_are_no_outliers_too(field, tmp_path):
@@ -247,15 +297,45 @@ def test_a_row_of_the_paper_is_that_of_one_recipe():
     assert len(rows) == len(set(rows)) > 20
 
 
+def test_images_are_augmented_as_in_the_paper():
+    found = {name: load_recipe(name).data for name in packaged() if name.startswith("sharing/")}
+    kinds = {(data.name, *data.augment) for data in found.values() if data.name in ("cifar10", "cifar100")}
+    assert kinds == {("cifar10", "crop", "flip"), ("cifar100", "reflect_crop", "flip")}
+
+
+def test_a_vit_gets_its_scales_from_a_file_in_timms_names(tmp_path):
+    timm, files = pytest.importorskip("timm"), pytest.importorskip("safetensors.torch")
+    torch.manual_seed(1)
+    state = timm.create_model("test_vit", img_size=32).state_dict()
+    files.save_file(state, tmp_path / "vit.safetensors")
+    changes = [f"peers.0.start_from={tmp_path / 'vit.safetensors'}", "peers.0.network=timm/test_vit", "data.size=32"]
+    recipe = load_recipe("sharing/imagenet-vit-stage1", changes)
+    images = torch.rand(8, 32, 32, 3, generator=torch.Generator().manual_seed(0))
+    data = replace(pb.data.from_arrays((images, torch.arange(8) % 2)), classes=1000)
+    peer = build_peer(recipe.peers[0], recipe, data, 0, tmp_path, torch.device("cpu"))
+    assert isinstance(peer, MeanField)
+    found = peer.materialise().network.state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert torch.equal(peer.anchor, peer.mean)
+    assert shared_weights(peer)[0].size == sum(
+        t.numel() for n, t in state.items() if n.endswith("weight") and t.dim() > 1
+    )
+
+
 def test_a_point_can_not_be_shared_directly(field, tmp_path):
     recipe = load_recipe("sharing/digits-resnet8-shared", [f"peers.0.start_from={field.folder.parent / 'dnn'}"])
     with pytest.raises(pb.InputError, match="holds a point posterior; expected a mean_field one"):
         train(recipe, tmp_path / "x", device="cpu")
 
 
-def test_collapsed_scales_are_refused(field):
+def test_collapsed_scales_are_refused_by_file_and_peer(field, tmp_path):
     posterior = pb.load(field.folder)["net"]
     with torch.no_grad():
         posterior.rho.fill_(-200)
     with pytest.raises(pb.InputError, match="collapsed to 0"):
         share(posterior, Sharing(), None)
+    posterior.save(tmp_path / "flat.safetensors")
+    recipe = load_recipe("sharing/shared", [f"peers.0.start_from={tmp_path / 'flat.safetensors'}"])
+    with pytest.raises(pb.InputError, match=r"flat\.safetensors: peer 'net': scales of the posterior have collapsed"):
+        train(recipe, tmp_path / "x", device="cpu")
+    assert not (tmp_path / "x").exists()

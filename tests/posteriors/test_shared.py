@@ -47,30 +47,42 @@ def book(size=120, components=5, blended=7, outliers=9, seed=0):
     )
 
 
-def moments(codebook):
+def moments(codebook, sampling="moment", mixture=False):
     """Mean and variance of every weight, weight by weight."""
     mean, variance = torch.empty(len(codebook.label)), torch.empty(len(codebook.label))
     five = torch.cat([codebook.component, codebook.cholesky], 1)
+    used = {"mean": [1], "cluster": [2]}.get(sampling, [1, 2, 3, 4])
     for i in range(len(mean)):
         if i in codebook.outlier:
             place = codebook.outlier.tolist().index(i)
             mean[i], variance[i] = codebook.outlier_mean[place], codebook.outlier_std[place] ** 2
             continue
+        shares, rows = torch.ones(1), five[codebook.label[i]][None]
         if i in codebook.blended:
             place = codebook.blended.tolist().index(i)
-            row = sum(w * five[k] for w, k in zip(codebook.blend_weight[place], codebook.blend_component[place]))
+            chosen, shares = codebook.blend_component[place].long(), codebook.blend_weight[place]
+            if chosen[0] == chosen[1]:
+                chosen, shares = chosen[:1], torch.ones(1)
+            rows = five[chosen]
+        squares = rows[:, used].square().sum(1)
+        mean[i] = shares @ rows[:, 0]
+        if mixture:
+            variance[i] = shares @ (squares + rows[:, 0].square()) - mean[i] ** 2
+        elif sampling.startswith("cluster"):
+            variance[i] = shares.square() @ squares
         else:
-            row = five[codebook.label[i]]
-        mean[i], variance[i] = row[0], row[1:].square().sum()
+            variance[i] = (shares @ rows[:, used]).square().sum()
     return mean, variance
 
 
-def test_mean_and_std_are_those_of_component_blend_or_outlier():
+@pytest.mark.parametrize("mixture", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_mean_and_std_are_those_of_component_blend_or_outlier(sampling, mixture):
     codebook = book()
-    posterior = Shared(net(), codebook)
-    mean, variance = moments(codebook)
+    posterior = Shared(net(), codebook, sampling=sampling, mixture=mixture)
+    mean, variance = moments(codebook, sampling, mixture)
     torch.testing.assert_close(posterior.mean, mean)
-    torch.testing.assert_close(posterior.std, variance.sqrt())
+    torch.testing.assert_close(posterior.std, variance.sqrt(), rtol=1e-5, atol=1e-5)
 
 
 def test_only_weights_of_convolutions_and_linear_layers_are_shared():
@@ -79,26 +91,35 @@ def test_only_weights_of_convolutions_and_linear_layers_are_shared():
     assert {"0.bias", "1.weight", "1.bias", "4.bias"} == set(posterior.rest_layout.shapes)
 
 
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @torch.no_grad()
-def test_draws_have_the_stated_mean_and_variance(sampling):
-    codebook = book()
-    posterior = Shared(net(), codebook, sampling=sampling)
-    draws = torch.stack([posterior.draw(HERE.at(number)).flat.detach() for number in range(6000)]).double()
-    mean, variance = (x.double() for x in moments(codebook))
-    outlier, blended = (torch.isin(torch.arange(120), index) for index in (codebook.outlier, codebook.blended))
-    label = codebook.label
-    if sampling == "mean":
-        variance = torch.where(
-            outlier | blended, posterior.std.detach().double() ** 2, codebook.component[label, 1] ** 2
-        )
-    if sampling == "cluster":
-        variance = torch.where(outlier, variance, codebook.cholesky[label, 0].double() ** 2)
-    keep = ~blended if sampling.startswith("cluster") else torch.ones(120, dtype=torch.bool)
-    error = variance.sqrt() / 6000**0.5
-    assert ((draws.mean(0) - mean).abs() <= 4.5 * error + 1e-6)[keep].all()
-    ratio = draws.var(0)[keep] / variance[keep]
-    assert ((ratio - 1).abs() < 0.12 * (1.7 if "hier" in sampling else 1)).all()
+def test_draws_have_the_stated_mean_and_std(sampling, mixture):
+    posterior, count = Shared(net(), book(), sampling=sampling, mixture=mixture), 4000
+    draws = torch.stack([posterior.draw(HERE.at(number)).flat for number in range(count)]).double()
+    std, centred = posterior.std.double(), draws - draws.mean(0)
+    assert ((draws.mean(0) - posterior.mean).abs() <= 4.5 * std / count**0.5 + 1e-6).all()
+    error = centred.square().std(0) / count**0.5  # of the variance of draws
+    assert ((centred.square().mean(0) - std.square()).abs() <= 4.5 * error + 1e-9).all()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@torch.no_grad()
+def test_a_blended_weight_of_a_mixture_is_drawn_of_one_component_by_its_shares(sampling):
+    codebook = book(blended=40)
+    far = torch.arange(5.0)[:, None] * torch.tensor([[100.0, 0.0]])
+    posterior = Shared(net(), replace(codebook, component=codebook.component + far), sampling=sampling, mixture=True)
+    draws = torch.stack([posterior.draw(HERE.at(number)).flat for number in range(2000)])
+    place = posterior.blended
+    nearest = (draws[:, place, None] - posterior.component[:, 0]).abs().argmin(-1)
+    for column, (chosen, share) in enumerate(zip(posterior.blend_component, posterior.blend_weight[:, 0])):
+        assert set(nearest[:, column].tolist()) <= set(chosen.tolist())
+        expected = 1.0 if chosen[0] == chosen[1] else share.item()
+        found = (nearest[:, column] == chosen[0]).float().mean().item()
+        assert abs(found - expected) <= 4.5 * (expected * (1 - expected) / 2000) ** 0.5 + 1e-6
+    apart = (posterior.blend_component[:, 0] != posterior.blend_component[:, 1]) & (posterior.blend_weight > 0.2).all(1)
+    first = (nearest[:, apart] == posterior.blend_component[apart, 0]).float()
+    assert (torch.corrcoef(first.T) - torch.eye(int(apart.sum()))).abs().max() < 0.11  # each by itself
 
 
 @pytest.mark.parametrize("sampling", ["cluster", "cluster_hier"])
@@ -130,9 +151,10 @@ def test_hierarchical_draws_have_the_law_of_three_numbers():
     assert stats.ks_2samp(draws, m + posterior.std[0].item() * first).pvalue < 1e-6  # no Gaussian has it
 
 
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_are_the_same_with_and_without_a_gradient_and_in_any_pieces(sampling, monkeypatch):
-    posterior = Shared(net(), book(), sampling=sampling)
+def test_draws_are_the_same_with_and_without_a_gradient_and_in_any_pieces(sampling, mixture, monkeypatch):
+    posterior = Shared(net(), book(), sampling=sampling, mixture=mixture)
     trained = posterior.draw(HERE).flat
     assert trained.requires_grad
     for piece in (noise.PIECE, 7):
@@ -173,24 +195,26 @@ def test_the_kernel_of_gpus_makes_the_same_draws():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @torch.no_grad()
-def test_draws_on_a_gpu_are_those_of_the_cpu(sampling):
-    expected = Shared(net(), book(), sampling=sampling).draw(HERE).flat
-    found = Shared(net(), book(), sampling=sampling).cuda().draw(HERE).flat
+def test_draws_on_a_gpu_are_those_of_the_cpu(sampling, mixture):
+    expected = Shared(net(), book(), sampling=sampling, mixture=mixture).draw(HERE).flat
+    found = Shared(net(), book(), sampling=sampling, mixture=mixture).cuda().draw(HERE).flat
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", ["hierarchical", "cluster"])
 @pytest.mark.parametrize("prior", ["anchored", "normal"])
-def test_kl_is_the_sum_over_weights_or_over_components(sampling, prior):
+def test_kl_is_the_sum_over_weights_or_over_components(sampling, prior, mixture):
     codebook = book()
-    posterior = Shared(net(), codebook, sampling=sampling, prior=prior, prior_std=0.3)
+    posterior = Shared(net(), codebook, sampling=sampling, mixture=mixture, prior=prior, prior_std=0.3)
     with torch.no_grad():
         posterior.component += 0.05
         posterior.cholesky *= 1.5
         posterior.outlier_mean -= 0.1
-    before, now = moments(codebook), moments(posterior.codebook())
+    before, now = (moments(one, mixture=mixture) for one in (codebook, posterior.codebook()))
     outlier = torch.isin(torch.arange(120), codebook.outlier)
     prior_mean, prior_std = (torch.zeros(120), torch.full((120,), 0.3)) if prior == "normal" else (
         before[0], torch.where(outlier, 0.3, before[1].sqrt()))  # fmt: skip
@@ -204,14 +228,16 @@ def test_kl_is_the_sum_over_weights_or_over_components(sampling, prior):
     torch.testing.assert_close(posterior.kl(), every[firsts].sum() + every[outlier].sum())
 
 
-def test_anchored_kl_of_components_is_zero_at_first():
-    posterior = Shared(net(), book(outliers=0))
+@pytest.mark.parametrize("mixture", [False, True])
+def test_anchored_kl_of_components_is_zero_at_first(mixture):
+    posterior = Shared(net(), book(outliers=0), mixture=mixture)
     assert posterior.kl().abs() < 1e-4
 
 
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_gradients_reach_every_trainable_number_and_are_those_of_differences(sampling):
-    posterior = Shared(net(), book(), sampling=sampling).double()
+def test_gradients_reach_every_trainable_number_and_are_those_of_differences(sampling, mixture):
+    posterior = Shared(net(), book(), sampling=sampling, mixture=mixture).double()
     noise = normal(HERE, posterior.noise_size).double()
     factor = torch.randn(120, generator=torch.Generator().manual_seed(3)).double()
 
@@ -287,9 +313,10 @@ def test_components_are_numbered_by_layer_then_mean():
 
 
 @pytest.mark.parametrize("bits", [32, 10, 8])
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_file_gives_the_same_posterior_to_the_last_bit(sampling, bits, tmp_path):
-    posterior = Shared(odd(), odd_book(), sampling=sampling, bits=bits, seed=3, name="b")
+def test_a_file_gives_the_same_posterior_to_the_last_bit(sampling, mixture, bits, tmp_path):
+    posterior = Shared(odd(), odd_book(), sampling=sampling, mixture=mixture, bits=bits, seed=3, name="b")
     posterior.save(tmp_path / "p.safetensors")
     again = Posterior.load(tmp_path / "p.safetensors", odd(seed=5))
     assert isinstance(again, Shared)
@@ -409,6 +436,7 @@ def test_a_choice_of_ones_own_is_in_the_file(tmp_path):
         ({"options": {"sampling": "mean", "colour": 1}}, "its options are not those of a shared posterior"),
         ({"options": {"weights": [["0.weight"]]}}, "its options are not those of a shared posterior"),
         ({"options": {"prior_std": "wide"}}, "its options are not those of a shared posterior"),
+        ({"options": {"mixture": "yes"}}, "mixture is 'yes', expected true or false"),
         ({"options": {"bits": 3}}, "bits is 3, expected 4 to 16, or 32"),
         ({"kind": ["shared"]}, "posterior of kind"),
         ({"seed": "0"}, "lacks options, a seed or a name"),

@@ -23,6 +23,9 @@ RATIOS = {
     "moment_draw_over_mean_field": ("sharing.moment_draw_ms", "sharing.mean_field_draw_ms"),
     "hierarchical_draw_over_mean_field": ("sharing.hierarchical_draw_ms", "sharing.mean_field_draw_ms"),
 }
+for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
+    RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
+    RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
 SOURCES = {  # what a figure that is not timed itself is made of
     "bayesian_torch_step_ms": tuple(THEIRS),
     "packed_network_step_ms": ("packed3_epoch_s",),
@@ -52,6 +55,11 @@ def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str,
             why = f"needs {missing}" if missing else NEEDS_GPU if key in SOURCES else "not measured"
             found["notes"][key] = measured.get(key, {}).get("failed", why)
     return found
+
+
+def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
+    """Return whether a figure is asked for by some names, or made of nothing but what is measured for them."""
+    return set(needed(figure, keys)) <= {key for name in only for key in needed(name, keys)}
 
 
 def needed(name: str, keys: Sequence[str]) -> list[str]:

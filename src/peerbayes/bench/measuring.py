@@ -20,7 +20,7 @@ from peerbayes import networks
 from peerbayes.bench import students, theirs
 from peerbayes.bench.figures import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.plan import CPU, DRAWS, PACKED, PREDICTED, QUICK, Plan
-from peerbayes.bench.shared import FIELD, LEARNING, SharedWeights
+from peerbayes.bench.shared import FIELD, LEARNING, VIT, SharedWeights
 from peerbayes.bench.timing import Bench, Measured, sentence
 from peerbayes.errors import InputError
 from peerbayes.learning import Reporter, environment
@@ -68,6 +68,7 @@ def measurements(bench: Bench) -> list[Measurement]:
         "distillation.{}_step_ms": (partial(students.steps, bench), [s.replace("-", "_") for s in students.STUDENTS]),
         "distillation.predict_{}_s": (partial(students.predictions, bench), students.MEMBERS),
         "sharing.clustering_s": (weights.clustering, [""]),
+        VIT: (weights.clustering_vit, [""]),
         "sharing.{}_draw_ms": (weights.draws, [FIELD, *SAMPLINGS]),
         "sharing.{}_step_ms": (weights.steps, list(LEARNING)),
         "sharing.predict_{}_s": (weights.predictions, ["point", FIELD, *SAMPLINGS]),
@@ -133,6 +134,8 @@ def run(
         try:
             if late or (needs_gpu and not bench.on_gpu):
                 raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
+            if VIT in names and VIT not in only and bench.plan.blocks and not bench.on_gpu:
+                raise InputError(f"left out: takes long on a CPU; --only {VIT} measures it")
             with torch.random.fork_rng([place] if bench.on_gpu else []):
                 found = measure()
         except Exception as error:  # whatever it is, the rest goes on

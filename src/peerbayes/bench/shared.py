@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from peerbayes import networks
 from peerbayes.bench.plan import PREDICTED
@@ -18,8 +19,21 @@ from peerbayes.posteriors import Codebook, MeanField, Point, Posterior, Shared
 from peerbayes.posteriors.shared import SAMPLINGS
 from peerbayes.sharing import Sharing, share, shared_weights
 
+VIT = "sharing.clustering_vit_s"
 FIELD = "mean_field"  # Bayes by Backprop, which shared weights are measured against
 LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "moment", "cluster"), "shared")}
+
+
+def vit_weights(blocks: int) -> nn.Module:
+    """Return the convolution and linear layers of a ViT-B/16 for ImageNet, as they start, one after another."""
+    wide = 768
+    sides = [(wide, 3 * wide), (wide, wide), (wide, 4 * wide), (4 * wide, wide)] * blocks
+    found = nn.Sequential(nn.Conv2d(3, wide, 16, 16), *(nn.Linear(*side) for side in sides), nn.Linear(wide, 1000))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        for layer in found:
+            nn.init.trunc_normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
+    return found
 
 
 class SharedWeights:
@@ -37,8 +51,11 @@ class SharedWeights:
     @cached_property
     def codebook(self) -> tuple[Codebook, dict[str, Any]]:
         """Its codebook, with the account of how it was made; noise stands for gradients."""
-        gradient = normal(Address(0, "bench", "gradient"), shared_weights(self.field)[0].size, self.device)
-        return share(self.field, Sharing(components=self.plan.components), gradient)
+        return self._share(self.field)
+
+    def _share(self, field: MeanField) -> tuple[Codebook, dict[str, Any]]:
+        gradient = normal(Address(0, "bench", "gradient"), shared_weights(field)[0].size, self.device)
+        return share(field, Sharing(components=self.plan.components), gradient)
 
     def posterior(self, kind: str) -> Posterior:
         """Return a point, the mean-field posterior, or shared weights with some sampling."""
@@ -51,14 +68,16 @@ class SharedWeights:
 
     def clustering(self) -> Measured:
         """Time the way from a mean-field posterior to a codebook: outliers, components, merging, blending."""
-        setup = self.bench.seconds(lambda: self.codebook)
+        return self._clustering("sharing.clustering_s", self.field)
 
-        def again() -> None:
-            del self.codebook
-            assert self.codebook
+    def clustering_vit(self) -> Measured:
+        """Time the same of a ViT-B/16."""
+        return self._clustering(VIT, MeanField(vit_weights(self.plan.blocks), rho=-6.0).to(self.device))
 
-        timed = self.bench.times(1.0, {"sharing.clustering_s": again})
-        return {key: one | {"setup_s": setup, **self.codebook[1]} for key, one in timed.items()}
+    def _clustering(self, key: str, field: MeanField) -> Measured:
+        account: dict[str, Any] = {}
+        timed = self.bench.calls(1.0, {key: lambda: account.update(self._share(field)[1])})
+        return {key: timed[key] | account}
 
     def draws(self) -> Measured:
         """Time draws of a mean-field posterior and of shared weights by sampling, in turn."""

@@ -14,6 +14,7 @@ import typer
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
+    CheckpointEvery,
     DataRoot,
     Device,
     Engine,
@@ -65,9 +66,7 @@ def train(
     changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 30 s")
-    ] = None,
+    checkpoint_every: CheckpointEvery = None,
     engine: Annotated[
         Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
     ] = Engine.auto,
@@ -162,6 +161,7 @@ def distill(
     changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
+    checkpoint_every: CheckpointEvery = None,
     engine: AsInTrain = Engine.auto,
     precision: PrecisionAsInTrain = Precision.auto,
     as_json: Json = False,
@@ -173,6 +173,7 @@ def distill(
     recipe = learning.recipe_into(into, runs, changes)
     job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how["checkpoint_every"] = checkpoint_every
     for done in _train_and_show([job], False, as_json, quiet, resume, **how):
         for path in learning.save_networks(done):
             typer.echo(f"one plain network: {path}", err=as_json)
@@ -192,6 +193,7 @@ def compress(
     ] = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
+    checkpoint_every: CheckpointEvery = None,
     engine: AsInTrain = Engine.auto,
     precision: PrecisionAsInTrain = Precision.auto,
     as_json: Json = False,
@@ -202,6 +204,7 @@ def compress(
 
     *before, job = learning.compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how["checkpoint_every"] = checkpoint_every
     if before:
         learning.check_jobs([job], resume=resume, **how)
     _train_and_show([job], False, as_json, quiet, resume, before, **how)

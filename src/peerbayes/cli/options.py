@@ -40,6 +40,9 @@ class Precision(enum.Enum):
     bfloat16 = "bfloat16"
 
 
+CheckpointEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 30 s")
+]
 AsInTrain = Annotated[Engine, typer.Option(help="How steps are run; see train.")]
 PrecisionAsInTrain = Annotated[Precision, typer.Option(help="What networks compute in; see train.")]
 

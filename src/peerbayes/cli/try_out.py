@@ -42,7 +42,9 @@ def demo(
 
 def bench(
     out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/bench-DEVICE.json")] = None,
-    only: Annotated[list[str], typer.Option(help="A figure, or growth; may be repeated. Others are kept.")] = [],  # noqa: B006
+    only: Annotated[
+        list[str], typer.Option(help="A figure, or growth, sharing...; may be repeated. The file keeps others.")
+    ] = [],  # noqa: B006
     quick: Annotated[
         bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
     ] = False,
@@ -64,16 +66,23 @@ def bench(
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
-    typer.echo("\n".join(_bench_lines(record["figures"], record)))
+    figures = dict(_leaves(record["figures"]))
+    timed = [key for key in figures if key not in room.SOURCES]
+    shown = {key: value for key, value in figures.items() if not only or room.follows(key, only, timed)}
+    typer.echo("\n".join(_bench_lines(shown, record)))
     typer.echo(f"\n{path}, {picture}")
 
 
-def _bench_lines(figures: dict[str, Any], record: Record, above: str = "") -> Iterator[str]:
+def _leaves(figures: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in figures.items():
-        key = above + name
         if isinstance(value, dict):
-            yield from _bench_lines(value, record, f"{key}.")
-            continue
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def _bench_lines(figures: dict[str, Any], record: Record) -> Iterator[str]:
+    for key, value in figures.items():
         values = value if isinstance(value, list) else [] if value is None else [value]
         numbers = " and ".join(f"{v:,.0f}" if v >= 1e4 else f"{v:.4g}" for v in values)
         unit = next((unit for part, unit in BENCH_UNITS.items() if part in key), "s")

@@ -29,7 +29,8 @@ from peerbayes.learning.stages import StageState, learning_rate
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior
+from peerbayes.posteriors import Posterior, Shared
+from peerbayes.sharing import merge_trained
 from peerbayes.terms.mutual import lessons
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
@@ -243,6 +244,7 @@ class Learner:
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
         for name, found in peers.items():
+            found |= self._merge(name)
             found |= self.looks.judge(name, position.step, epoch, self._kept_words)
             self.looks.keep(name, found, position)
             if (perturb := self.cohort.perturb) is not None:
@@ -259,6 +261,16 @@ class Learner:
         if self._log is not None:
             self._log(line)
         self.reporter.epoch(line)
+
+    def _merge(self, peer: str) -> dict[str, Any]:
+        """Merge the components of shared weights, where that is wanted after every epoch; return the log of it."""
+        posterior = self.peers[peer]
+        if not isinstance(posterior, Shared) or posterior.merging is None:
+            return {}
+        moments = self.state.moments(peer)
+        slots = [slot for name in ("component", "cholesky") for slot in moments.get(name, {}).values() if slot.dim()]
+        gradient = self.state.mean_gradient(peer, "component")
+        return {"merging": merge_trained(posterior, slots, gradient, **posterior.merging)}
 
     def take_best(self) -> None:
         """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""

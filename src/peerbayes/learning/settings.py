@@ -111,8 +111,10 @@ class Shared(Strict):
         smallest: weights of components with fewer are outliers.
         outliers: whether there are any.
         blend: whether weights far from their component mix two.
+        mixture: whether such a weight is drawn of one of the two, by its shares, and not of their blended parameters.
         thrift: squared distance that a bit of the index may cost, in variances of all inliers, which also makes the
             number of components; 0 counts no bits. See `peerbayes.sharing.thrifty`.
+        merge_every_epoch: whether components that have come near each other are merged at the end of every epoch, too.
         bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
     """
 
@@ -126,10 +128,24 @@ class Shared(Strict):
     em_steps: Annotated[int, Field(ge=0)] = 0
     thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     merge: Merge = Merge()
+    merge_every_epoch: bool = False
     sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
+    mixture: bool = False
     prior: Literal["anchored", "normal"] = "anchored"
     prior_std: PositiveFloat = 0.1
     bits: Literal[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32] = 10
+
+    @model_validator(mode="after")
+    def _mixture_has_blends(self) -> Shared:
+        if self.mixture and not self.blend:
+            raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _merging_has_a_distance(self) -> Shared:
+        if self.merge_every_epoch and not self.merge.distance:
+            raise ValueError("merge_every_epoch merges by merge.distance, which is 0; leave out one of them")
+        return self
 
     @model_validator(mode="after")
     def _thrift_is_alone(self) -> Shared:

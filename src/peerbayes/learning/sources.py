@@ -11,7 +11,7 @@ import torch
 
 from peerbayes import networks
 from peerbayes.data import Dataset
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, within
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
@@ -20,8 +20,10 @@ from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
+from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
 
-DRAWN = {"sampling", "prior", "prior_std", "bits"}  # options of a shared posterior that do not make its codebook
+# options of a shared posterior that do not make its codebook
+DRAWN = {"sampling", "mixture", "prior", "prior_std", "bits"}
 DATA_KEYS = {"name", "classes", "validation", "size", "stats", "text"}  # what a source must have in common with its run
 
 
@@ -75,17 +77,25 @@ def _shared(
     posterior = Posterior.load(source, network).to(device)
     if not isinstance(posterior, MeanField):
         raise InputError(f"peer '{peer.name}': {source} holds a {posterior.kind} posterior; expected a mean_field one")
-    return shared_of(posterior, network, options, loaded, seed, peer.name)
+    with within(str(source)):
+        return shared_of(posterior, network, options, loaded, seed, peer.name)
 
 
 def blank_shared(network: torch.nn.Module, options: SharedOptions, seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more components than it could have."""
+    """Return a stand-in for a codebook that is not made yet; refuse more components, or larger ones, than it can have.
+
+    Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
+    """
     blank = Shared(network, seed=seed, name=name, **options.model_dump(include=DRAWN))
-    if options.components > blank.layout.size:
-        raise InputError(
-            f"peer '{name}': posterior.components is {options.components}, but there are only {blank.layout.size} "
-            "weights to share"
-        )
+    single = steepest(options.top, blank.layout.size) if options.outliers else 0
+    inside = blank.layout.size - single
+    words = f"there are only {inside} weights to share" + f", beside {single} outliers by their gradients" * (
+        single > 0
+    )
+    if options.components > inside:
+        raise InputError(f"peer '{name}': posterior.components is {options.components}, but {words}")
+    if options.outliers and options.smallest > inside:
+        raise InputError(f"peer '{name}': posterior.smallest is {options.smallest}, but {words}")
     return blank
 
 
@@ -93,15 +103,15 @@ def shared_of(
     posterior: MeanField, network: torch.nn.Module, options: SharedOptions, loaded: Dataset, seed: int, name: str
 ) -> Shared:
     """Make a codebook of a trained posterior over a network, where it is; gradients count on the training split."""
-    from peerbayes.sharing import Sharing, gradient_statistic, share
-
-    table = options.model_dump(exclude={"kind", *DRAWN})
+    table = options.model_dump(exclude={"kind", "merge_every_epoch", *DRAWN})
     needed = options.merge.distance > 0 or (options.outliers and options.top > 0)
     gradient = gradient_statistic(posterior, loaded.train, seed=seed) if needed else None
-    book, account = share(posterior, Sharing(**table), gradient, seed)
+    with within(f"peer '{name}'"):
+        book, account = share(posterior, Sharing(**table), gradient, seed)
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}
     shared = Shared(network, book, start_from=posterior, **how).to(posterior.device)
     shared.account = account
+    shared.merging = options.merge.model_dump() if options.merge_every_epoch else None
     return shared
 
 

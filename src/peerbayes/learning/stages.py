@@ -171,12 +171,25 @@ class StageState:
             for (term, peer), module in self.modules.items()
             for name, tensor in module.state_dict().items()
         }
-        for owner, optimizer in self.optimizers.items():
-            for name, parameter in self.parameters[owner].items():
-                for slot, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        tensors[f"optimizer/{owner}/{name}/{slot}"] = value
+        for owner in self.optimizers:
+            for name, slots in self.moments(owner).items():
+                tensors |= {f"optimizer/{owner}/{name}/{slot}": value for slot, value in slots.items()}
         return tensors
+
+    def moments(self, owner: str) -> dict[str, dict[str, Tensor]]:
+        """Return what an owner's optimiser remembers of its parameters, by name and slot."""
+        state = self.optimizers[owner].state
+        return {
+            name: {slot: value for slot, value in state.get(parameter, {}).items() if isinstance(value, Tensor)}
+            for name, parameter in self.parameters[owner].items()
+        }
+
+    def mean_gradient(self, owner: str, name: str) -> Tensor | None:
+        """Return a running mean of a parameter's gradient; None where the optimiser remembers none."""
+        slots = self.moments(owner).get(name, {})
+        if "momentum_buffer" in slots:  # a sum with falling weights
+            return slots["momentum_buffer"] * (1 - self.settings.optimizer.momentum)
+        return slots.get("exp_avg")
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:

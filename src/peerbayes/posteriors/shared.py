@@ -74,12 +74,14 @@ class Shared(Posterior):
     ``cluster_hier``  as hierarchical, one for all weights of a component
 
     A blended weight has the parameters Σ_j α_j (m, s, a, b, c)_j of two components; where components are drawn as a
-    whole, it is Σ_j α_j w_j. Means, factors and outliers are trained; which weight belongs to what is not.
+    whole, it is Σ_j α_j w_j. As a ``mixture`` it belongs to one of the two in each draw, with probability α_j. Means,
+    factors and outliers are trained; which weight belongs to what is not.
 
     Args:
         network: any module.
         codebook: what `peerbayes.sharing` makes; None for a stand-in that a file is read into.
         sampling: how weights are drawn.
+        mixture: whether blended weights are mixtures.
         prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
             N(μ_i, prior_std²) as they were at first; ``"normal"``: N(0, prior_std²).
         prior_std: see ``prior``.
@@ -111,6 +113,7 @@ class Shared(Posterior):
     _prior_std: Tensor
     _rows: Tensor
     _count: Tensor
+    _bound: Tensor
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class Shared(Posterior):
         codebook: Codebook | None = None,
         *,
         sampling: Sampling = "hierarchical",
+        mixture: bool = False,
         prior: Literal["anchored", "normal"] = "anchored",
         prior_std: float = 0.1,
         bits: int = EXACT,
@@ -135,6 +139,8 @@ class Shared(Posterior):
         )
         if sampling not in SAMPLINGS:
             raise InputError(f"sampling is {sampling!r}, expected {', '.join(SAMPLINGS)}")
+        if not isinstance(mixture, bool):
+            raise InputError(f"mixture is {mixture!r}, expected true or false")
         if prior not in ("anchored", "normal"):
             raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
         if not 0 < prior_std < torch.finfo(torch.float32).max:
@@ -145,7 +151,9 @@ class Shared(Posterior):
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
         self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
-        self.sampling, self.prior, self.prior_std, self.bits = sampling, prior, float(prior_std), bits
+        self.merging: dict[str, Any] | None = None  # how components merge at the end of every epoch, where they do
+        self.sampling, self.mixture = sampling, mixture
+        self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
         self._usual = weights is None and bayesian is conv_and_linear_weights
         self._take(codebook if codebook is not None else _blank(self.layout.size, self.rest.device))
 
@@ -177,45 +185,114 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row of `_table` each weight has, how many weights each row has, and its prior."""
+        """Work out which row of `_table` each weight has, how often each row counts, and its prior."""
         components, blended = len(self.component), len(self.blended)
         rows = self.label.long()
         device = rows.device
         rows = rows.index_copy(0, self.blended, components + torch.arange(blended, device=device))
         first = components + blended
         rows = rows.index_copy(0, self.outlier, first + torch.arange(len(self.outlier), device=device))
-        self.register_buffer("_rows", rows.int(), persistent=False)
+        self._work_out("_rows", rows.int())
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
-        self.register_buffer("_count", count, persistent=False)
+        if self.sampling.startswith("cluster"):  # one latent number for all weights of a component
+            single = torch.ones_like(count[first:])
+            count = torch.cat([self.used.to(count.dtype), torch.zeros_like(count[components:first]), single])
+        self._work_out("_count", count)
+        # A standard normal number below it is as likely as the first of a blended weight's components.
+        self._work_out("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
         own = [*self.anchor_component.unbind(1), *self.anchor_cholesky.unbind(1)]
-        mean, *scales = (torch.cat(parts) for parts in zip(own, self._mixed(own), strict=True))
-        std = _sum_of_squares(scales).sqrt()
-        mean = torch.cat([mean, self.anchor_outlier])
-        std = torch.cat([std, torch.full_like(self.anchor_outlier, self.prior_std)])
+        mean = torch.cat([own[0], *self._mixed(own[:1]), self.anchor_outlier])
+        std = torch.cat([self._variance(own).sqrt(), torch.full_like(self.anchor_outlier, self.prior_std)])
         if self.prior == "normal":
             mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
-        self.register_buffer("_prior_mean", mean, persistent=False)
-        self.register_buffer("_prior_std", std, persistent=False)
+        self._work_out("_prior_mean", mean)
+        self._work_out("_prior_std", std)
+
+    def _work_out(self, name: str, tensor: Tensor) -> None:
+        """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
+        own = getattr(self, name, None)
+        if own is not None and own.shape == tensor.shape and own.device == tensor.device:
+            own.copy_(tensor)
+        else:
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def used(self) -> Tensor:
+        """Which components any weight has, a mask (K,)."""
+        found = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
+        return found.index_fill(0, self.blend_component.flatten().long(), True)
+
+    @torch.no_grad()
+    def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Let components have gone into others, and take new ``parts``; every tensor stays where it is.
+
+        Args:
+            into: the component, (K,), that each one's weights have from now on.
+            parts: what the components are now, and what the prior is anchored at: tensors by name.
+        """
+        for name, tensor in parts.items():
+            getattr(self, name).copy_(tensor)
+        self.label.copy_(into[self.label.long()])
+        self.blend_component.copy_(into[self.blend_component.long()])
+        self._index()
+
+    def _tidy(self) -> None:
+        """Leave out components that no weight has any more, and blend no component with itself."""
+        pair, used = self.blend_component.long(), self.used
+        mixed = pair[:, 0] != pair[:, 1]
+        if bool(used.all()) and bool(mixed.all()):
+            return
+        others = torch.cat([self.outlier, self.blended[mixed]])
+        label = self.label.long().index_copy(0, self.blended[~mixed], pair[~mixed, 0])
+        number = used.cumsum(0) - 1
+        names = ("component", "cholesky", "anchor_component", "anchor_cholesky")
+        book = {name: getattr(self, name)[used] for name in names}
+        book |= {name: getattr(self, name)[mixed] for name in ("blended", "blend_weight")}
+        book |= {"label": number[label].index_fill(0, others, 0).int(), "blend_component": number[pair[mixed]].int()}
+        self.load_state(self.state() | {f"codebook/{name}": tensor.detach() for name, tensor in book.items()})
 
     # ---- a row for each component, blended weight and outlier -----------------------------------------------------
 
-    def _table(self) -> list[Tensor]:
-        """Return m, s, a, b, c of every row, (R,) each."""
-        own = [*self.component.unbind(1), *self.cholesky.unbind(1)]
+    def _own(self) -> list[Tensor]:
+        """Return m, s, a, b, c of the components, (K,) each."""
+        return [*self.component.unbind(1), *self.cholesky.unbind(1)]
+
+    def _table(self, share: Tensor | None = None) -> list[Tensor]:
+        """Return m, s, a, b, c of every row, (R,) each, of blended weights with this ``share`` of the first."""
+        own = self._own()
         zero = torch.zeros_like(self.outlier_mean)
         single = [self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero]
-        return [torch.cat(parts) for parts in zip(own, self._mixed(own), single, strict=True)]
+        return [torch.cat(parts) for parts in zip(own, self._mixed(own, share), single, strict=True)]
 
-    def _mixed(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def _pairs(self, own: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return numbers of components (K,) for both components of blended weights, (E,) each."""
+        return zip(*(_of_rows(own, index) for index in self.blend_component.unbind(1)), strict=True)
+
+    def _mixed(self, own: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
         """Return what blended weights mix of components' parameters (K,), shape (E,) each."""
-        one, other = (_of_rows(own, index) for index in self.blend_component.unbind(1))
-        share = self.blend_weight[:, 0]
-        return [torch.lerp(b, a, share) for a, b in zip(one, other, strict=True)]
+        share = self.blend_weight[:, 0] if share is None else share
+        return [torch.lerp(other, one, share) for one, other in self._pairs(own)]
 
-    def _marginals(self) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of every row, (R,) each: m, and s² + a² + b² + c²."""
-        mean, *scales = self._table()
-        return mean, _sum_of_squares(scales)
+    def _variance(self, own: Sequence[Tensor], sampling: Sampling = "moment") -> Tensor:
+        """Return the variance of a weight of every component and of every blended weight, (K + E,), by sampling.
+
+        Args:
+            own: m, s, a, b, c of the components, (K,) each.
+            sampling: ``moment`` is s² + a² + b² + c², with parameters that are blended.
+        """
+        m, s, a, b, c = own
+        scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])
+        variance, share = _sum_of_squares(scales), self.blend_weight[:, 0]
+        if self.mixture:
+            (mean, other_mean), (one, other) = self._pairs([m, variance])
+            blended = torch.lerp(other, one, share) + share * (1 - share) * (mean - other_mean).square()
+        elif sampling.startswith("cluster"):
+            ((one, other),) = self._pairs([variance])
+            alone = self.blend_component[:, 0] == self.blend_component[:, 1]  # whose two draws are the same
+            blended = torch.where(alone, one, share.square() * one + (1 - share).square() * other)
+        else:
+            blended = _sum_of_squares(self._mixed(scales))
+        return torch.cat([variance, blended])
 
     @property
     def mean(self) -> Tensor:  # type: ignore[override]
@@ -224,9 +301,13 @@ class Shared(Posterior):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation of every weight, √(s² + a² + b² + c²), shape (size,); |s| with ``mean`` sampling."""
-        scales = self._table()[1:2] if self.sampling == "mean" else self._table()[1:]
-        return _of_rows([_sum_of_squares(scales)], self._rows)[0].sqrt()
+        """Standard deviation of every weight as it is drawn, shape (size,).
+
+        √(s² + a² + b² + c²); |s| with ``mean`` sampling, |a| with ``cluster``. A blended weight has that of its own
+        parameters; √(Σ α² v) where components are drawn as a whole, √(Σ α v + α₁α₂(m₁ − m₂)²) as a mixture.
+        """
+        std = self._variance(self._own(), self.sampling).sqrt()
+        return _of_rows([torch.cat([std, F.softplus(self.outlier_rho)])], self._rows)[0]
 
     @property
     def device(self) -> torch.device:
@@ -242,14 +323,18 @@ class Shared(Posterior):
 
     @property
     def noise_size(self) -> int:
-        """Two numbers a weight (hierarchical) or one; of whole components three or one each, and one an outlier."""
+        """Two numbers a weight (hierarchical) or one; of whole components three or one each, and one an outlier.
+
+        Of a mixture another one for each blended weight, which comes last.
+        """
+        choices = len(self.blended) if self.mixture else 0
         if self.sampling.startswith("cluster"):
-            return len(self.component) * (3 if self.sampling == "cluster_hier" else 1) + len(self.outlier)
-        return self.layout.size * (2 if self.sampling == "hierarchical" else 1)
+            return len(self.component) * (3 if self.sampling == "cluster_hier" else 1) + len(self.outlier) + choices
+        return self.layout.size * (2 if self.sampling == "hierarchical" else 1) + choices
 
     def draw(self, address: Address) -> Weights:
         """Return the set of weights that lives at an address."""
-        if torch.is_grad_enabled() or self.sampling.startswith("cluster"):
+        if torch.is_grad_enabled() or self.mixture or self.sampling.startswith("cluster"):
             return self.weights(*self.place(normal(address, self.noise_size, self.device)))
         begin = start(address, self.device)
         columns = self._needed()
@@ -260,18 +345,22 @@ class Shared(Posterior):
         """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations."""
         if noise is None:
             return self.mean, self.std
+        share = None
+        if self.mixture:
+            noise, choice = noise.split([len(noise) - len(self.blended), len(self.blended)])
+            share = (choice < self._bound).to(noise.dtype)
         if self.sampling.startswith("cluster"):
-            return _of_rows([self._whole(noise)], self._rows)[0], None
+            return _of_rows([self._whole(noise, share)], self._rows)[0], None
         eps = noise.split(self.layout.size)
         if torch.is_grad_enabled():
-            return _drawn(_of_rows(self._needed(), self._rows), eps), None
+            return _drawn(_of_rows(self._needed(share), self._rows), eps), None
         ranges = pieces(self.layout.size, self.device)
         noise_by_piece = ((first, last, [one[first:last] for one in eps]) for first, last in ranges)
-        return self._filled(self._needed(), noise_by_piece), None
+        return self._filled(self._needed(share), noise_by_piece), None
 
-    def _needed(self) -> list[Tensor]:
+    def _needed(self, share: Tensor | None = None) -> list[Tensor]:
         """Return what `_drawn` needs of every row, (R,) each: m and the scale, or m, s, a, b, c."""
-        mean, *scales = self._table()
+        mean, *scales = self._table(share)
         if self.sampling == "hierarchical":
             return [mean, *scales]
         return [mean, _sum_of_squares(scales[:1] if self.sampling == "mean" else scales).sqrt()]
@@ -299,23 +388,26 @@ class Shared(Posterior):
             _drawn(places, eps)
         return flat
 
-    def _whole(self, noise: Tensor) -> Tensor:
+    def _whole(self, noise: Tensor, share: Tensor | None) -> Tensor:
         """Return one draw of every row, (R,), where components are drawn as a whole."""
         single = noise[len(noise) - len(self.outlier) :]
         rest = noise[: len(noise) - len(self.outlier)]
-        m, s, a, b, c = (*self.component.unbind(1), *self.cholesky.unbind(1))
+        m, s, a, b, c = self._own()
         if self.sampling == "cluster":
             drawn = m + a * rest
         else:
             first, second, third = rest.view(3, -1)
             drawn = m + a * first + (s + b * first + c * second) * third
         outlier = self.outlier_mean + F.softplus(self.outlier_rho) * single
-        return torch.cat([drawn, *self._mixed([drawn]), outlier])
+        return torch.cat([drawn, *self._mixed([drawn], share), outlier])
 
     # ---- KL -------------------------------------------------------------------------------------------------------
 
     def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
-        """Return KL(N(m, v) ‖ prior) by weight, shape (size,), v the marginal variance."""
+        """Return KL(N(m, v) ‖ prior) by weight, shape (size,), v = s² + a² + b² + c² whatever the sampling is.
+
+        v is the variance of the weights of a component; blended weights have that of their parameters or mixture.
+        """
         return _of_rows([self._kl_by_row()], self._rows)[0]
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
@@ -325,16 +417,13 @@ class Shared(Posterior):
         """
         if reduction != "sum":
             return super().kl(reduction, weights)
-        count = self._count
-        if self.sampling.startswith("cluster"):
-            own = torch.ones_like(count)
-            own[len(self.component) : len(self.component) + len(self.blended)] = 0
-            count = own
-        return torch.dot(self._kl_by_row(), count)
+        return torch.dot(self._kl_by_row(), self._count)
 
     def _kl_by_row(self) -> Tensor:
-        mean, variance = self._marginals()
-        return gaussian_kl(mean, variance.sqrt(), self._prior_mean, self._prior_std)
+        own = self._own()
+        mean = torch.cat([own[0], *self._mixed(own[:1]), self.outlier_mean])
+        std = torch.cat([self._variance(own).sqrt(), F.softplus(self.outlier_rho)])
+        return gaussian_kl(mean, std, self._prior_mean, self._prior_std)
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
@@ -354,7 +443,8 @@ class Shared(Posterior):
 
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
-        found = {"sampling": self.sampling, "prior": self.prior, "prior_std": self.prior_std, "bits": self.bits}
+        names = ("sampling", "mixture", "prior", "prior_std", "bits")
+        found = {name: getattr(self, name) for name in names}
         return found if self._usual else found | {"weights": list(self.layout.shapes)}
 
     @classmethod
@@ -364,8 +454,10 @@ class Shared(Posterior):
     def save(self, path: str | Path, anchors: bool = True) -> None:
         """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone.
 
-        Where numbers are rounded, the posterior itself becomes what is in the file, to the last bit.
+        Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
+        the file, to the last bit.
         """
+        self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:
             own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}

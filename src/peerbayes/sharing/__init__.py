@@ -4,8 +4,9 @@ from peerbayes.sharing.build import Sharing, gradient_statistic, share, shared_w
 from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
 from peerbayes.sharing.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
 from peerbayes.sharing.merging import merge
-from peerbayes.sharing.outliers import blends, outliers
+from peerbayes.sharing.outliers import blends, outliers, steepest
 from peerbayes.sharing.thrift import thrifty
+from peerbayes.sharing.trained import merge_trained
 
 __all__ = [
     "Components",
@@ -18,11 +19,13 @@ __all__ = [
     "log_density",
     "mahalanobis",
     "merge",
+    "merge_trained",
     "merged",
     "nearest",
     "outliers",
     "share",
     "shared_weights",
+    "steepest",
     "thrifty",
     "wasserstein2",
 ]

@@ -122,7 +122,8 @@ def share(
     log: dict[str, Any] = {}
     if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
         spread = found.covariance[:, 0, 0]
-        own = None if gradient is None else _by_component(gradient[inside], labels, len(found.mean))
+        # The size of a centre's gradient, at most.
+        own = None if gradient is None else summed(gradient[inside], labels, len(found.mean))
         found, mapping, log = merge(found, gradient=own, spread=spread, **options.merge)
         labels = mapping[labels]
     lap("merging")
@@ -138,7 +139,7 @@ def share(
     single = alone.nonzero()[:, 0]
     book = Codebook(
         found.mean.float(),
-        _cholesky(found.covariance).float(),
+        cholesky_of(found.covariance).float(),
         whole,
         place,
         pair,
@@ -171,14 +172,14 @@ def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Compone
     return kept, numbers[labels]
 
 
-def _by_component(values: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return |Σ_i values_i| over the members of each component: the size of its centre's gradient, at most."""
+def summed(values: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return Σ_i values_i over the members of each component, float64 (count, ...), in a fixed order."""
     order = torch.argsort(labels, stable=True)
     lengths = torch.bincount(labels, minlength=count)
     return torch.segment_reduce(values[order].double(), "sum", lengths=lengths)
 
 
-def _cholesky(covariance: Tensor) -> Tensor:
+def cholesky_of(covariance: Tensor) -> Tensor:
     """Return a, b, c of [[a, 0], [b, c]], (K, 3), for covariances (K, 2, 2)."""
     a = covariance[:, 0, 0].clamp_min(0).sqrt()
     b = torch.where(a > 0, covariance[:, 0, 1] / torch.where(a > 0, a, 1.0), 0.0)

@@ -35,9 +35,13 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
     if gradient is not None:
         if gradient.shape != mean.shape:
             raise InputError(f"gradient has shape {tuple(gradient.shape)}: expected {tuple(mean.shape)}, as mean has.")
-        most = math.floor(Fraction(str(top)) * len(mean))
-        found[gradient.abs().argsort(descending=True, stable=True)[:most]] = True
+        found[gradient.abs().argsort(descending=True, stable=True)[: steepest(top, len(mean))]] = True
     return found
+
+
+def steepest(top: float, count: int) -> int:
+    """Return how many of some weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written."""
+    return math.floor(Fraction(str(top)) * count)
 
 
 def blends(
