@@ -219,7 +219,7 @@ def test_only_prints_what_was_asked_for_and_what_follows_from_it(tmp_path, stopw
 def test_the_weights_of_a_vit_are_as_many_as_timm_has():
     timm = pytest.importorskip("timm")
     with torch.device("meta"):
-        real, ours = timm.create_model("vit_base_patch16_224"), vit_weights(12)
+        real, ours = timm.create_model("vit_base_patch16_224"), vit_weights()
     kinds = torch.nn.Conv2d, torch.nn.Linear
     expected = sorted(tuple(m.weight.shape) for m in real.modules() if isinstance(m, kinds))
     assert sorted(tuple(layer.weight.shape) for layer in ours) == expected
@@ -234,7 +234,7 @@ def test_a_vit_is_clustered_on_a_cpu_only_by_name(tmp_path, monkeypatch, only):
     for name in ("draws", "steps", "predictions"):
         monkeypatch.setattr(SharedWeights, name, lambda _self: 1 / 0)
     monkeypatch.setattr(SharedWeights, "_clustering", fake)
-    monkeypatch.setattr("peerbayes.bench.shared.vit_weights", lambda blocks: torch.nn.Linear(blocks, 1))
+    monkeypatch.setattr("peerbayes.bench.shared.vit_weights", lambda wide: torch.nn.Linear(wide, 1))
     record = bench.run("cpu", tmp_path / "b.json", only, False, None, Reporter())[0]
     found = record["figures"]["sharing"]
     assert found["clustering_s"] == len("sharing.clustering_s")

@@ -134,7 +134,7 @@ def run(
         try:
             if late or (needs_gpu and not bench.on_gpu):
                 raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
-            if VIT in names and VIT not in only and bench.plan.blocks and not bench.on_gpu:
+            if VIT in names and VIT not in only and bench.plan.vit_width == Plan.vit_width and not bench.on_gpu:
                 raise InputError(f"left out: takes long on a CPU; --only {VIT} measures it")
             with torch.random.fork_rng([place] if bench.on_gpu else []):
                 found = measure()

@@ -24,10 +24,9 @@ FIELD = "mean_field"  # Bayes by Backprop, which shared weights are measured aga
 LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "moment", "cluster"), "shared")}
 
 
-def vit_weights(blocks: int) -> nn.Module:
+def vit_weights(wide: int = 768) -> nn.Module:
     """Return the convolution and linear layers of a ViT-B/16 for ImageNet, as they start, one after another."""
-    wide = 768
-    sides = [(wide, 3 * wide), (wide, wide), (wide, 4 * wide), (4 * wide, wide)] * blocks
+    sides = [(wide, 3 * wide), (wide, wide), (wide, 4 * wide), (4 * wide, wide)] * 12
     found = nn.Sequential(nn.Conv2d(3, wide, 16, 16), *(nn.Linear(*side) for side in sides), nn.Linear(wide, 1000))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -72,7 +71,7 @@ class SharedWeights:
 
     def clustering_vit(self) -> Measured:
         """Time the same of a ViT-B/16."""
-        return self._clustering(VIT, MeanField(vit_weights(self.plan.blocks), rho=-6.0).to(self.device))
+        return self._clustering(VIT, MeanField(vit_weights(self.plan.vit_width), rho=-6.0).to(self.device))
 
     def _clustering(self, key: str, field: MeanField) -> Measured:
         account: dict[str, Any] = {}
