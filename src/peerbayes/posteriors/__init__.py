@@ -1,11 +1,12 @@
 """Posteriors: what is known about a network's weights."""
 
 from peerbayes.posteriors.base import Posterior, Predicate, Weights, conv_and_linear
+from peerbayes.posteriors.codebook import Codebook
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
 from peerbayes.posteriors.rank_one import RankOne, recalibrate
-from peerbayes.posteriors.shared import Codebook, Shared
+from peerbayes.posteriors.shared import Shared
 
 __all__ = [
     "Codebook",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,48 +15,20 @@ from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal, normal_pieces, pieces, start
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, require_same
+from peerbayes.posteriors.codebook import Codebook, blank_codebook, check_codebook, in_file_order
 from peerbayes.posteriors.grids import inverse_softplus
-from peerbayes.posteriors.index_codec import arrange
 from peerbayes.posteriors.kernels import draw_shared
-from peerbayes.posteriors.shared_file import EXACT, SHARES, packed, unpacked
+from peerbayes.posteriors.shared_file import EXACT, packed, unpacked
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
-BLENDED = 2  # components that a blended weight mixes
 TINY = 1e-30
 
 
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
     """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
-
-
-@dataclass(frozen=True)
-class Codebook:
-    """Where n weights have their distributions from. Every weight is in exactly one of three classes.
-
-    Attributes:
-        component: (K, 2), mean m and scale s of the components.
-        cholesky: (K, 3), a, b, c of the factors [[a, 0], [b, c]] of their covariances.
-        label: (n,), the component of each weight; anything for those of the other two classes.
-        blended: (E,), weights that mix two components.
-        blend_component: (E, 2), which.
-        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 15ths.
-        outlier: (O,), weights with a distribution of their own.
-        outlier_mean: (O,).
-        outlier_std: (O,).
-    """
-
-    component: Tensor
-    cholesky: Tensor
-    label: Tensor
-    blended: Tensor
-    blend_component: Tensor
-    blend_weight: Tensor
-    outlier: Tensor
-    outlier_mean: Tensor
-    outlier_std: Tensor
 
 
 class Shared(Posterior):
@@ -155,7 +126,7 @@ class Shared(Posterior):
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
         self._usual = weights is None and bayesian is conv_and_linear_weights
-        self._take(codebook if codebook is not None else _blank(self.layout.size, self.rest.device))
+        self._take(codebook if codebook is not None else blank_codebook(self.layout.size, self.rest.device))
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
         # The weights are those of the codebook; there are no means beside them.
@@ -167,8 +138,8 @@ class Shared(Posterior):
 
         Here, not where a file is written: noise goes by the order, so a file that is read back has the same draws.
         """
-        _check(book, self.layout.size)
-        book = _sorted(_arranged(book, self.layout.sizes))
+        check_codebook(book, self.layout.size)
+        book = in_file_order(book, self.layout.sizes)
         device = self.rest.device
         floats = {"component": book.component, "cholesky": book.cholesky, "outlier_mean": book.outlier_mean}
         floats["outlier_rho"] = inverse_softplus(book.outlier_std)
@@ -497,7 +468,7 @@ class Shared(Posterior):
             require_same(tensors, self.state(), origin)
             book = {name: tensors[f"codebook/{name}"] for name in before if name not in ANCHORS}
             rho = book.pop("outlier_rho")
-            _check(Codebook(**book, outlier_std=F.softplus(rho)), self.layout.size, origin, ascending=True)
+            check_codebook(Codebook(**book, outlier_std=F.softplus(rho)), self.layout.size, origin, ascending=True)
         except InputError:
             for name, own in before.items():
                 self._put(name, own)
@@ -542,74 +513,3 @@ def _drawn(columns: Sequence[Tensor], eps: Sequence[Tensor]) -> Tensor:
 
 ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}
 PLACES = ("label", "blended", "blend_component", "blend_weight", "outlier")
-
-
-def _blank(size: int, device: torch.device) -> Codebook:
-    """Return a codebook of one component."""
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    return Codebook(
-        component=torch.ones(1, 2, device=device),
-        cholesky=torch.zeros(1, 3, device=device),
-        label=torch.zeros(size, dtype=torch.int64, device=device),
-        blended=none,
-        blend_component=none.view(0, BLENDED),
-        blend_weight=torch.empty(0, BLENDED, device=device),
-        outlier=none,
-        outlier_mean=torch.empty(0, device=device),
-        outlier_std=torch.empty(0, device=device),
-    )
-
-
-def _check(book: Codebook, size: int, origin: str = "codebook", ascending: bool = False) -> None:
-    """Refuse a codebook that does not describe ``size`` weights, each once, or not in ``ascending`` order."""
-    components = len(book.component)
-    if components < 1 or book.component.shape != (components, 2) or book.cholesky.shape != (components, 3):
-        raise InputError(f"{origin}: expected centres (K, 2) and Cholesky factors (K, 3) of at least one component")
-    if book.label.shape != (size,):
-        raise InputError(f"{origin}: has labels for {book.label.numel()} weights, but the network shares {size}")
-    for name, tensor in (("label", book.label), ("blend_component", book.blend_component)):
-        if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < components:
-            raise InputError(f"{origin}: '{name}' names a component that is not among the {components}")
-    shapes = (len(book.blended), BLENDED)
-    if book.blend_component.shape != shapes or book.blend_weight.shape != shapes:
-        raise InputError(f"{origin}: expected two components and two shares for each of {shapes[0]} blended weights")
-    if not len(book.outlier) == len(book.outlier_mean) == len(book.outlier_std):
-        raise InputError(f"{origin}: outliers, their means and their scales are not equally many")
-    if not bool((book.outlier_std > 0).all()):
-        raise InputError(f"{origin}: scales of outliers have collapsed to 0, expected positive numbers")
-    places = torch.cat([book.blended.long(), book.outlier.long()])
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
-        raise InputError(f"{origin}: names a weight that is not among the {size}")
-    if len(places.unique()) < len(places):
-        raise InputError(f"{origin}: a weight is blended or an outlier twice")
-    if ascending and not all(bool((places.diff() > 0).all()) for places in (book.blended, book.outlier)):
-        raise InputError(f"{origin}: blended weights or outliers are not in the order of the weights")
-
-
-def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Number the components so that their index codes well, for tensors of these sizes."""
-    others = torch.cat([book.outlier, book.blended]).long()
-    index = book.label.long().index_fill(0, others, len(book.component)).cpu()
-    order = torch.from_numpy(arrange(index, book.component[:, 0].detach().cpu(), sizes)).to(book.label.device)
-    number = order.argsort()
-    return replace(
-        book,
-        component=book.component[order],
-        cholesky=book.cholesky[order],
-        label=number[book.label.long()].index_fill(0, others, 0),
-        blend_component=number[book.blend_component.long()],
-    )
-
-
-def _sorted(book: Codebook) -> Codebook:
-    place, turn = book.outlier.argsort(), book.blended.argsort()
-    share = (book.blend_weight[turn, 0].float() * SHARES).round()
-    return replace(
-        book,
-        blended=book.blended[turn],
-        blend_component=book.blend_component[turn],
-        blend_weight=torch.stack([share / SHARES, (SHARES - share) / SHARES], 1),
-        outlier=book.outlier[place],
-        outlier_mean=book.outlier_mean[place],
-        outlier_std=book.outlier_std[place],
-    )
