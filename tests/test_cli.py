@@ -446,6 +446,12 @@ def test_grey_images_are_corrupted_too(trained):
         assert len(set(every)) > 65  # a disc of a quarter of a pixel blurs nothing
 
 
+def test_corrupted_images_that_are_not_there_are_told_before_anything_is_judged(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("peerbayes.reporting.records.predict_split", lambda *_, **__: 1 / 0)
+    found = refused(capsys, "evaluate", trained[0], "--corrupted", tmp_path, "--device", "cpu")
+    assert found.startswith(f"{tmp_path}/gaussian_noise.npy: there is no such file; ")
+
+
 def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained, capsys):
     (tmp_path / "empty").mkdir()
     found = refused(capsys, "evaluate", tmp_path / "empty")

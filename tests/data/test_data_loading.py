@@ -36,6 +36,13 @@ def identities(split):
     return (values[:, 0] + 256 * values[:, 1]).tolist()
 
 
+def test_a_file_has_one_validation_split(tmp_path):
+    own = {f"{name}_images": np.zeros((2, 4, 4), np.uint8) for name in ("validation", "val")}
+    write_npz(tmp_path / "both.npz", [0, 1, 0, 1], validation_labels=[0, 1], val_labels=[0, 1], **own)
+    with pytest.raises(InputError, match=r"both\.npz: has both 'validation_images' and 'val_images'; expected one"):
+        load(tmp_path / "both.npz")
+
+
 def test_digits_are_all_there_once_with_their_labels():
     found = load("digits", validation=200)
     reference = load_digits()

@@ -91,6 +91,8 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
         prefixes = ("train", "test", "validation", "val")
         keys = [f"{prefix}_{part}" for prefix in prefixes for part in ("images", "labels")]
         arrays = formats.read_npz(path, [*keys, "names"], required="train_images")
+        if "validation_images" in arrays and "val_images" in arrays:
+            raise InputError(f"{path}: has both 'validation_images' and 'val_images'; expected one validation split")
     else:
         arrays = formats.read_npz(path, ("test_images", "test_labels", "names"))
         if "test_images" not in arrays:

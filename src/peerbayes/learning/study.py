@@ -72,7 +72,10 @@ def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        why = reason(error.__cause__ or error).rstrip(".")
+        cause = error.__cause__ or error
+        why = reason(cause).rstrip(".")
+        if isinstance(cause, ModuleNotFoundError):
+            why = f"its driver, the Python package '{cause.name}', is not installed"
         raise InputError(f"the study's database {hide_password(url)} can't be used: {why}") from None
 
 

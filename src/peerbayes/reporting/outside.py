@@ -71,6 +71,16 @@ def judge_corrupted(
     return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
 
 
+def check_corrupted(loaded: Dataset, source: str) -> None:
+    """Refuse corrupted images that can't be had, before anything is judged."""
+    if source == MADE:
+        for name in COMMON:
+            _made(loaded.test.batch(torch.arange(1), torch.device("cpu"))[0], loaded, name, 1)
+        return
+    for name in COMMON:
+        _fitting(load_corrupted(source, name, 1), loaded, source)
+
+
 def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[tuple[str, Split]]:
     for name in COMMON:
         for severity in range(1, SEVERITIES + 1):
@@ -78,13 +88,15 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
                 yield name, _fitting(load_corrupted(source, name, severity), loaded, source)
                 continue
             images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
-            make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
-            parts = images.split(2500)
-            try:
-                made = [make(part, first=2500 * place) for place, part in enumerate(parts)]
-            except InputError as error:
-                raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
-            yield name, ArraySplit(torch.cat(made), labels.cpu())
+            yield name, ArraySplit(_made(images, loaded, name, severity), labels.cpu())
+
+
+def _made(images: Tensor, loaded: Dataset, name: str, severity: int) -> Tensor:
+    make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
+    try:
+        return torch.cat([make(part, first=2500 * place) for place, part in enumerate(images.split(2500))])
+    except InputError as error:
+        raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
 
 
 def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:

@@ -17,7 +17,7 @@ from peerbayes.learning import Run, environment, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import Posterior, RankOne, predict_split, storage
 from peerbayes.reporting.averaged import judge_averages
-from peerbayes.reporting.outside import figures_of, judge_corrupted, judge_outside, mean_of
+from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
@@ -54,6 +54,8 @@ def evaluate(
     draws = options.draws if draws is None else draws
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
+    if corrupted is not None:
+        check_corrupted(loaded, str(corrupted))
     foreign = {other: load_outside(other, loaded, root) for other in outside}
     log_outside: dict[str, list[Tensor]] = {other: [] for other in outside}
     peers, log_probabilities, held = [], [], []
