@@ -385,7 +385,7 @@ def test_a_database_that_cannot_be_used_is_one_sentence(place, tmp_path, capsys)
         "nothing://server/name": "nothing",
         f"sqlite:///{tmp_path / 'nowhere' / 'study.db'}": "unable to open database file",
         f"sqlite:///{tmp_path / 'text.db'}": "file is not a database",
-        "mysql+pymysql://me:secret@127.0.0.1:9/name": "its driver, the Python package 'pymysql', is not installed",
+        "mysql+cymysql://me:secret@127.0.0.1:9/name": "its driver, the Python package 'cymysql', is not installed",
     }
     for url, reason in urls.items():
         words = ("--over", "mutual.alpha=1", "--out", tmp_path / "out", "--storage", url, "--device", "cpu")
