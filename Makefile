@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/peerbayes demo
 
 test: lint
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # what a file sets up, it sets up once
 
 lint: $(READY)
 	$(BIN)/ruff check .

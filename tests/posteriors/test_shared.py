@@ -95,7 +95,7 @@ def test_only_weights_of_convolutions_and_linear_layers_are_shared():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @torch.no_grad()
 def test_draws_have_the_stated_mean_and_std(sampling, mixture):
-    posterior, count = Shared(net(), book(), sampling=sampling, mixture=mixture), 4000
+    posterior, count = Shared(net(), book(), sampling=sampling, mixture=mixture), 1500
     draws = torch.stack([posterior.draw(HERE.at(number)).flat for number in range(count)]).double()
     std, centred = posterior.std.double(), draws - draws.mean(0)
     assert ((draws.mean(0) - posterior.mean).abs() <= 4.5 * std / count**0.5 + 1e-6).all()
