@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -89,7 +90,9 @@ class How:
         pack = min(most, self.pack or (most if captured else 1))
         if self.world.size > 1:
             pack = 1  # gradients of several runs would meet in one buffer
-        return [jobs[i : i + pack] for i in range(0, len(jobs), pack)]
+        waves = max(1, math.ceil(len(jobs) / pack))
+        size = max(1, math.ceil(len(jobs) / waves))  # equal ones: a few jobs left over would use a GPU badly
+        return [jobs[i : i + size] for i in range(0, len(jobs), size)]
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:
