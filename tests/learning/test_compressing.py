@@ -100,6 +100,9 @@ def test_compress_from_the_command_line_makes_a_smaller_file_that_predicts_the_s
     assert after > before - 0.02
     again = pb.compress(field, run=tmp_path / "python", overrides=["stages.0.epochs=1"], device="cpu")
     assert same(again.state(), run["net"].state())
+    found = refused(capsys, "compress", tmp_path / "shared", "--run", tmp_path / "twice", *QUIET)
+    assert found.endswith("weights-net.safetensors: its weights share a codebook already; compress the run that it was "
+                          "made of")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["run", "posterior", "scaled posterior"])
@@ -135,6 +138,10 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
         pb.compress(own, run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, beside 6"):
         pb.compress(own, data="digits", run=tmp_path / "x", components=700)
+    with pytest.raises(pb.InputError, match="recipe mutual/digits-dnn: expected one peer, whose weights are shared"):
+        pb.compress(field.folder, run=tmp_path / "x", into="mutual/digits-dnn")
+    with pytest.raises(pb.InputError, match="recipe sharing/shared: expected one peer with a mean_field posterior"):
+        pb.compress(field.folder, run=tmp_path / "x", first="sharing/shared")
     with pytest.raises(pb.InputError, match="data is for a posterior"):
         pb.compress(field, data="digits", run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="compress has no option 'component'; did you mean 'components'"):

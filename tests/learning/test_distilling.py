@@ -249,6 +249,12 @@ def plain_network(run, name):
     return found, data.test
 
 
+def test_a_teacher_that_is_not_there_is_named(tmp_path, runs, capsys):
+    found = refused(capsys, "distill", runs["three"], tmp_path / "nobody", "--run", tmp_path / "x", "--device", "cpu")
+    assert found == f"{tmp_path / 'nobody'}: there is no such run folder, weights file of a run, or recipe"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
     given = [runs["resnet"], runs["resnet again"]]
     before = [contents(folder) for folder in given]

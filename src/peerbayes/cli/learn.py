@@ -189,7 +189,8 @@ def compress(
     seed: Seed = 0,
     resume: Resume = False,
     changes: Annotated[
-        list[str], typer.Option("--set", help="Change the recipe: peers.0.posterior.components=2000.")
+        list[str],
+        typer.Option("--set", help="Change the recipe --into: peers.0.posterior.components=2000."),
     ] = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,

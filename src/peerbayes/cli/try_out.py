@@ -49,7 +49,8 @@ def bench(
         bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
     ] = False,
     student: Annotated[
-        str | None, typer.Option(help="Network of distillation's students and teachers.", show_default="wrn28x1")
+        str | None,
+        typer.Option(help="Of distillation's students and teachers.", show_default="wrn28x1, or resnet8"),
     ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
     device: Device = "auto",

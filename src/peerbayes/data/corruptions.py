@@ -459,7 +459,8 @@ def load_corrupted(folder: Path | str, name: str, severity: int) -> ArraySplit:
     path, labels_path = Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"
     for wanted in (path, labels_path):
         if not wanted.is_file():
-            raise InputError(f"{wanted}: there is no such file; expected the official arrays, NAME.npy and labels.npy")
+            raise InputError(f"{wanted}: there is no such file; expected the official arrays, NAME.npy and labels.npy, "
+                             "or 'made' for images that are corrupted here")  # fmt: skip
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # pickled objects are refused
     except Exception as error:  # a damaged header can raise nearly anything

@@ -306,7 +306,8 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
     split = load_images(name, root=root, size=like.shape[1])
     images, _ = split.batch(torch.arange(1), torch.device("cpu"))
     if images.shape[1] != like.shape[0]:
-        raise InputError(f"{name}: images have {images.shape[1]} channels, expected {like.shape[0]} as in {like.name}")
+        found = f"{images.shape[1]} channel" + "s" * (images.shape[1] != 1)
+        raise InputError(f"{name}: images have {found}, expected {like.shape[0]} as in {like.name}")
     return split
 
 

@@ -91,6 +91,9 @@ def compression(
     """
     weights = weights_of(run)
     folder = folder or _beside(weights.parent)
+    _options(load_recipe(into, changes), load_recipe(first))
+    if kind_of(weights) == "shared":
+        raise InputError(f"{weights}: its weights share a codebook already; compress the run that it was made of")
     if kind_of(weights) == "mean_field":
         return [Job(recipe_from(into, weights, changes), folder, seed)]
     before = Job(recipe_from(first, weights), _before(folder), seed)
@@ -116,13 +119,10 @@ def _compressed(
     posterior: Posterior, folder: Path, recipe: Recipe, first: Recipe, resume: bool, told: dict[str, Any]
 ) -> Posterior:
     """Compress a posterior that no recipe could build again; ``told`` is what both fits are told."""
-    peer, scaled, seed = recipe.peers[0], first.peers[0].posterior, told["seed"]
-    if len(recipe.peers) != 1 or not isinstance(peer.posterior, SharedOptions):
-        raise InputError(f"recipe {recipe.name}: expected one peer, whose weights are shared")
-    if not isinstance(scaled, MeanFieldOptions):
-        raise InputError(f"recipe {first.name}: expected a mean_field posterior")
+    peer, seed = recipe.peers[0], told["seed"]
+    options, scaled = _options(recipe, first)
     network = posterior.materialise()
-    blank_shared(network, peer.posterior, seed, peer.name)
+    blank_shared(network, options, seed, peer.name)
     if not resume:
         refuse_occupied(Job(recipe, folder, seed), resume)
     if not isinstance(posterior, MeanField):
@@ -134,8 +134,18 @@ def _compressed(
     if not isinstance(data, Dataset):
         named = recipe.data.model_copy(update={"name": str(data), "classes": None})
         data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
-    shared = shared_of(posterior, network, peer.posterior, data, seed, peer.name)
+    shared = shared_of(posterior, network, options, data, seed, peer.name)
     return fit({peer.name: shared}, recipe=recipe, run=folder, resume=resume, **told)[peer.name]
+
+
+def _options(recipe: Recipe, first: Recipe) -> tuple[SharedOptions, MeanFieldOptions]:
+    """Return the posteriors of a recipe of shared weights and of one that gives scales; refuse other recipes."""
+    shared, scaled = recipe.peers[0].posterior, first.peers[0].posterior
+    if len(recipe.peers) != 1 or not isinstance(shared, SharedOptions):
+        raise InputError(f"recipe {recipe.name}: expected one peer, whose weights are shared")
+    if len(first.peers) != 1 or not isinstance(scaled, MeanFieldOptions):
+        raise InputError(f"recipe {first.name}: expected one peer with a mean_field posterior")
+    return shared, scaled
 
 
 def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), start: Path | None = None) -> Recipe:

@@ -12,7 +12,7 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import fit
-from peerbayes.learning.recipe import Recipe, change, load_recipe
+from peerbayes.learning.recipe import Recipe, change, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, peers_at
 from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
@@ -85,6 +85,9 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
     base = load_recipe(into)
     if base.teachers is None:
         raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
+    for run in map(str, runs):
+        if run not in packaged() and not Path(run).expanduser().exists():
+            raise InputError(f"{run}: there is no such run folder, weights file of a run, or recipe")
     table = base.model_dump(exclude_none=True)
     teacher, _ = peers_at(runs[0])
     table["data"] = teacher.recipe.data.model_dump(exclude_none=True)
