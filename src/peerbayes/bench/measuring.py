@@ -105,8 +105,9 @@ def run(
     usual = Plan() if place.type == "cuda" else CPU
     plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
     bench = Bench(place, plan if student is None else replace(plan, student=student))
-    with torch.random.fork_rng([]):
-        networks.build(bench.plan.student, network_inputs(bench.data))  # what can't be had is told now
+    if student is not None:
+        with torch.random.fork_rng([]):
+            networks.build(student, network_inputs(bench.data))  # what can't be had is told now
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
     wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)

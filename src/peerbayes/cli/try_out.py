@@ -50,7 +50,7 @@ def bench(
     ] = False,
     student: Annotated[
         str | None,
-        typer.Option(help="Of distillation's students and teachers.", show_default="wrn28x1, or resnet8"),
+        typer.Option(help="Network of distillation's students.", show_default="wrn28x1, or resnet8"),
     ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
     device: Device = "auto",
