@@ -174,12 +174,13 @@ def test_a_component_without_spread_has_a_finite_gradient():
 KERNEL = """
 import torch
 from test_shared import HERE, Shared, book, net, noise
-from peerbayes.posteriors.shared import TINY
+from peerbayes.posteriors.drawing import TINY
+from peerbayes.posteriors.rows import drawn_from
 from peerbayes.posteriors.shared_draw import shared_draw
 for sampling in ("hierarchical", "moment", "mean"):
     posterior = Shared(net(), book(), sampling=sampling)
     with torch.no_grad():
-        table, drawn = torch.stack(posterior._needed()), torch.empty(120)
+        table, drawn = torch.stack(drawn_from(posterior, sampling)), torch.empty(120)
         about = {"HIERARCHICAL": sampling == "hierarchical", "TINY": TINY, "BLOCK": 32}
         shared_draw[(4,)](table, posterior._rows, noise.start(HERE), drawn, 120, table.shape[1], **about)
         torch.testing.assert_close(drawn, posterior.draw(HERE).flat)
