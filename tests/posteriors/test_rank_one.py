@@ -6,63 +6,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from members import Every, close, every, images
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from peerbayes.data import ArraySplit
 from peerbayes.errors import InputError
 from peerbayes.networks import Inputs
 from peerbayes.networks.wide_resnet import WideResNet
 from peerbayes.noise import Address, normal
-from peerbayes.posteriors import MeanField, Posterior, RankOne, recalibrate
+from peerbayes.posteriors import MeanField, Posterior, RankOne
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)
-
-
-class Every(nn.Module):
-    """Every kind of layer that gets factors, and tied, frozen and plain ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6))
-        self.depthwise = nn.Conv2d(6, 6, 3, groups=6, padding=1)
-        self.grouped = nn.Conv2d(6, 4, (1, 3), groups=2, stride=2)
-        self.up = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)
-        self.norm = nn.BatchNorm2d(6)
-        self.line = nn.Conv1d(6, 5, 3, padding=1)
-        self.first = nn.Linear(5, 5, bias=False)
-        self.second = nn.Linear(5, 5)
-        self.second.weight = self.first.weight
-        self.second.bias.requires_grad_(False)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.depthwise(torch.tanh(self.stem(x))))
-        x = torch.tanh(self.norm(self.up(torch.tanh(self.grouped(x)))))
-        x = self.line(x.mean(2)).transpose(1, 2)  # (rows, length, 5): a linear layer over three axes
-        x = torch.tanh(self.first(x))
-        flat = torch.tanh(self.second(x.flatten(0, 1) * self.gain))  # and over rows that are not images
-        return self.head(flat.view(x.shape).mean(1))
-
-
-def every(seed=0):
-    torch.manual_seed(seed)
-    network = Every()
-    for norm in (network.stem[1], network.norm):
-        nn.init.normal_(norm.weight, 1.0, 0.3)
-        nn.init.normal_(norm.bias)
-    for _ in range(3):
-        network(torch.rand(16, 2, 6, 6))
-    return network.eval()
-
-
-def images(count=5, seed=1):
-    return torch.rand(count, 2, 6, 6, generator=torch.Generator().manual_seed(seed))
-
-
-def close(given, expected, tolerance=1e-5):
-    assert (given - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def member_losses(posterior, x, labels, noise=None):
@@ -299,65 +253,6 @@ def test_a_wide_resnet_is_merged_and_predicted_with():
     assert list(posterior.average().state_dict()) == list(network.state_dict())
 
 
-# ---- recalibration ------------------------------------------------------------------------------------------------
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(2)
-        self.drop = nn.Dropout(0.5)
-        self.after = nn.BatchNorm2d(2)
-
-    def forward(self, x):
-        return self.after(self.drop(self.norm(x)))
-
-
-def test_recalibration_averages_the_statistics_of_the_batches_and_changes_nothing_else():
-    network = Normed().train()
-    network.norm.eval()
-    network(images(seed=5))
-    weights = [p.clone() for p in network.parameters()]
-    x = images(24)
-    parts = x.split(10)
-    expected_mean = torch.stack([part.mean((0, 2, 3)) for part in parts]).mean(0)
-    expected_var = torch.stack([part.transpose(0, 1).flatten(1).var(1) for part in parts]).mean(0)
-    found = []
-    for batches in (parts, [(part, None) for part in parts]):
-        assert recalibrate(network, batches) is network
-        torch.testing.assert_close(network.norm.running_mean, expected_mean)
-        torch.testing.assert_close(network.norm.running_var, expected_var)
-        found.append(network.after.running_var.clone())
-    torch.testing.assert_close(found[0], torch.ones(2), rtol=0.02, atol=0)  # of normalised channels: nothing is dropped
-    assert torch.equal(found[0], found[1])
-    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), weights, strict=True))
-    assert (network.training, network.norm.training, network.after.training) == (True, False, True)
-    assert network.norm.momentum == 0.1
-
-
-def test_recalibration_mixes_a_split_that_is_stored_class_by_class():
-    network, labels = Normed(), torch.arange(4).repeat_interleave(50)
-    x = 0.1 * images(200) + labels.view(-1, 1, 1, 1)
-    recalibrate(network, ArraySplit(x / 4, labels), batch_size=50)
-    whole = (x / 4).transpose(0, 1).flatten(1).var(1)
-    torch.testing.assert_close(network.norm.running_var, whole, rtol=0.1, atol=0)
-    torch.testing.assert_close(network.norm.running_mean, (x / 4).mean((0, 2, 3)))
-
-
-def test_recalibration_that_fails_leaves_the_statistics_as_they_were():
-    network = Normed()
-    network(images())
-    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    with pytest.raises(InputError, match="no batches"):
-        recalibrate(network, [])
-    with pytest.raises(RuntimeError):
-        recalibrate(network, [images(), torch.rand(2, 3, 4, 4)])
-    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
-    assert network.norm.momentum == 0.1
-    bare = nn.Linear(2, 2)
-    assert recalibrate(bare, []) is bare
-
-
 # ---- Gaussian factors, draws, predictions -------------------------------------------------------------------------
 
 
@@ -438,6 +333,24 @@ def test_a_prediction_averages_every_member_once():
     assert (RankOne(every(), 3, gaussian=True).predict(x, 7).draws == 7).all()
 
 
+def test_one_pass_of_the_average_where_that_is_what_it_predicts():
+    posterior = RankOne(every(), 3, factors="random", predicts="average").eval()
+    found = posterior.predict(images(), 50)
+    with torch.no_grad():
+        expected = posterior.average()(images()).log_softmax(-1)
+    close(found.log_probabilities, expected)
+    assert found.draws.eq(1).all()
+    assert found.disagreement.abs().max() < 1e-5  # one network never disagrees with itself
+    members = RankOne(every(), 3, factors="random").predict(images())
+    assert not torch.allclose(found.log_probabilities, members.log_probabilities)
+
+
+def test_a_member_can_be_picked_by_a_tensor():
+    posterior = RankOne(every(), 3, factors="random")
+    for number in range(3):
+        assert torch.equal(posterior.member(torch.tensor(number)).flat, posterior.member(number).flat)
+
+
 # ---- where it comes from and goes to ------------------------------------------------------------------------------
 
 
@@ -504,106 +417,6 @@ def test_all_tensors_follow_the_network_to_its_device():
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-# ---- which layers -------------------------------------------------------------------------------------------------
-
-
-def test_every_convolution_and_linear_layer_gets_factors_by_its_channels():
-    shapes = {name: shape[0] for name, shape in RankOne(every(), 2).factor_layout.shapes.items()}
-    channels = {"stem.0": (2, 6), "depthwise": (6, 6), "grouped": (6, 4), "up": (4, 6), "line": (6, 5)}
-    channels |= {"first": (5, 5), "head": (5, 3)}  # second is first's: what shares a weight shares its factors
-    assert shapes == {f"{name}.{part}": c for name, pair in channels.items() for part, c in zip("rs", pair)}
-
-
-def test_layers_that_are_not_chosen_have_no_factors():
-    posterior = RankOne(every(), 2, factors="random", bayesian=lambda name, _module: name.startswith("head")).eval()
-    assert set(posterior.factor_layout.shapes) == {"head.r", "head.s"}
-    with torch.no_grad():
-        logits, _ = posterior.forward_members(images())
-        close(logits[1], posterior.materialise(1)(images()))
-
-
-class OneLayerTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = self.a
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
-def test_one_layer_under_two_names_has_one_pair_of_factors():
-    posterior = RankOne(OneLayerTwice(), 3, factors="random")
-    x = torch.randn(2, 4)
-    logits, _ = posterior.forward_members(x)
-    assert set(posterior.factor_layout.shapes) == {"a.r", "a.s"}
-    plain = posterior.materialise(2)
-    close(logits[2], plain(x))
-    assert plain.a is plain.b
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_torchs_attention_keeps_shared_weights(train):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    network = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
-    posterior = RankOne(network, 2, factors="random").train(train)
-    assert {name.rpartition(".")[0] for name in posterior.factor_layout.shapes} == {"0.linear1", "0.linear2", "2"}
-    x = torch.randn(2, 3, 8)
-    with torch.no_grad():
-        logits, _ = posterior.forward_members(x)
-        close(logits[1], posterior.materialise(1).train(train)(x))
-
-
-class SharedTable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7)
-        self.head.weight = self.table.weight
-
-    def forward(self, x):
-        return self.head(self.table(x).mean(1))
-
-
-class Mirror(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Conv2d(3, 8, 3)
-        self.up = nn.ConvTranspose2d(8, 3, 3)
-        self.up.weight = self.down.weight
-
-
-def everything(_name, _module):
-    return True
-
-
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (SharedTable(), "'table.weight' is shared.*Embedding 'table', Linear 'head'"),
-        (Mirror(), "'down.weight' is shared.*Conv2d 'down', ConvTranspose2d 'up'"),
-        (nn.Embedding(3, 4), "no convolution or linear layer of Embedding"),
-    ],
-)
-def test_a_weight_that_no_pair_of_factors_serves_is_refused_by_name(network, message):
-    with pytest.raises(InputError, match=message):
-        RankOne(network, bayesian=everything)
-
-
-def test_a_layer_whose_first_axis_is_not_the_batch_is_refused_by_name():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.odd = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.odd(x.transpose(0, 1)).mean(0)
-
-    with pytest.raises(InputError, match="layer 'odd' works on shape"):
-        RankOne(Turned(), 2).forward_members(torch.randn(5, 3, 4))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -624,21 +437,3 @@ def test_wrong_members_and_merges_are_one_clear_error():
         posterior.materialise(3)
     with pytest.raises(InputError, match="merge is 'median'"):
         posterior.average("median")
-
-
-def test_one_pass_of_the_average_where_that_is_what_it_predicts():
-    posterior = RankOne(every(), 3, factors="random", predicts="average").eval()
-    found = posterior.predict(images(), 50)
-    with torch.no_grad():
-        expected = posterior.average()(images()).log_softmax(-1)
-    close(found.log_probabilities, expected)
-    assert found.draws.eq(1).all()
-    assert found.disagreement.abs().max() < 1e-5  # one network never disagrees with itself
-    members = RankOne(every(), 3, factors="random").predict(images())
-    assert not torch.allclose(found.log_probabilities, members.log_probabilities)
-
-
-def test_a_member_can_be_picked_by_a_tensor():
-    posterior = RankOne(every(), 3, factors="random")
-    for number in range(3):
-        assert torch.equal(posterior.member(torch.tensor(number)).flat, posterior.member(number).flat)

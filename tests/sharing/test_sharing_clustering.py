@@ -1,4 +1,4 @@
-"""Nearest centres against all distances, k-means and EM against scikit-learn, moments against wider arithmetic."""
+"""K-means and EM against scikit-learn."""
 
 import math
 import warnings
@@ -6,9 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.spatial import cKDTree
+from points import normal, weights
 from sklearn.cluster import KMeans
 from sklearn.datasets import make_blobs
 from sklearn.mixture import GaussianMixture
@@ -16,115 +14,11 @@ from sklearn.mixture import GaussianMixture
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, integers
 from peerbayes.sharing import Components, components_of, em, kmeans, nearest
-from peerbayes.sharing.clustering import RIDGE, _relocated
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def weights(count, spread, seed=0):
-    """(μ, σ) of weights: μ ~ N(0, 0.05²) within ±0.2, σ around 1e-3."""
-    mean = 0.05 * normal(2 * count, seed=seed)
-    return torch.stack([mean[mean.abs() < 0.2][:count], 1e-3 + spread * normal(count, seed=seed + 1)], 1)
-
-
-def all_distances(points, centres):
-    return (points[:, None] - centres).square_().sum(2)
-
-
-def brute(points, centres, count):
-    """The nearest by a stable sort of all distances: of equal ones the lower index."""
-    return all_distances(points, centres).argsort(dim=1, stable=True)[:, :count]
+from peerbayes.sharing.clustering import _relocated
 
 
 def inertia(points, centres):
     return float((points - centres[nearest(points, centres)[:, 0]]).square().sum())
-
-
-# ---- nearest ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spread", [1e-9, 1e-4, 1e-3, 5e-2, 3.0])
-@pytest.mark.parametrize("axes", [[0, 1], [1, 0]])
-def test_nearest_agrees_with_a_tree(spread, axes):
-    points = weights(20000, spread)[:, axes]
-    centres = weights(700, spread, seed=7)[:, axes]
-    expected = cKDTree(centres.numpy()).query(points.numpy(), 5)[1]
-    assert np.array_equal(nearest(points, centres)[:, 0].numpy(), expected[:, 0])
-    assert np.array_equal(nearest(points, centres, 5).numpy(), expected)
-
-
-CASES = {
-    "one centre": (normal(50, 2), normal(1, 2, seed=1)),
-    "two centres": (normal(50, 2), normal(2, 2, seed=1)),
-    "all centres at one place": (normal(50, 2), torch.ones(30, 2).double()),
-    "centres twice": (normal(200, 2), normal(40, 2, seed=1).repeat(2, 1)),
-    "points on centres": (normal(60, 2), normal(60, 2)),
-    "all points at one place": (torch.zeros(50, 2).double(), normal(40, 2, seed=1)),
-    "along x": (normal(200, 2), normal(60, 2, seed=1) * torch.tensor([1.0, 0.0])),
-    "along y": (normal(200, 2), normal(60, 2, seed=1) * torch.tensor([0.0, 1.0])),
-    "diagonal": (normal(200, 2), normal(60, 1, seed=1).expand(60, 2)),
-    "a cross": (normal(300, 2), torch.cat([normal(40, 2, seed=1) * torch.tensor(a) for a in ([1.0, 0.0], [0.0, 1.0])])),
-    "far outside": (1e3 * normal(100, 2), normal(300, 2, seed=1)),
-    "very far outside": (1e12 * normal(100, 2), normal(300, 2, seed=1)),
-    "a grid full of ties": (
-        torch.cartesian_prod(torch.arange(30.0), torch.arange(30.0)).double() / 2,
-        torch.cartesian_prod(torch.arange(12.0), torch.arange(12.0)).double()[
-            torch.randperm(144, generator=torch.Generator().manual_seed(0))
-        ],
-    ),
-    "scales": (normal(300, 2) ** 9, normal(300, 2, seed=1) ** 9),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_nearest_is_exact_with_ties_to_the_lower_index(case):
-    points, centres = CASES[case]
-    for count in sorted({1, 2, 7, len(centres)}):
-        if count <= len(centres):
-            assert torch.equal(nearest(points, centres, count), brute(points, centres, count)), count
-
-
-coordinate = st.one_of(st.integers(-3, 3).map(float), st.floats(-1, 1), st.floats(-1e6, 1e6))
-places = st.lists(st.tuples(coordinate, coordinate), min_size=1, max_size=40)
-
-
-@settings(max_examples=150, deadline=None)
-@given(places, places, st.integers(1, 40))
-def test_nearest_is_exact_for_any_places(points, centres, count):
-    points, centres = torch.tensor(points).double(), torch.tensor(centres).double()
-    count = min(count, len(centres))
-    assert torch.equal(nearest(points, centres, count), brute(points, centres, count))
-
-
-def test_the_count_may_be_more_than_is_looked_at_together():
-    points, centres = normal(40, 2), normal(300, 2, seed=1)
-    assert torch.equal(nearest(points, centres, 300), brute(points, centres, 300))
-
-
-def test_parts_do_not_matter():
-    points, centres = weights(130_000, 5e-2), weights(50, 5e-2, seed=5)
-    found = nearest(points, centres)
-    assert torch.equal(found[110_000:], nearest(points[110_000:], centres))
-    assert torch.equal(found, brute(points, centres, 1))
-
-
-def test_clusters_finer_than_float32_are_told_apart():
-    """Centres 1e-9 apart at 0.2 are one number in float32."""
-    centres = 0.2 + 1e-9 * torch.cartesian_prod(torch.arange(20.0), torch.arange(20.0)).double()
-    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(nearest(centres[order] + 3e-10, centres)[:, 0], order)
-
-
-def test_no_points_and_absent_centres():
-    centres = normal(10, 2)
-    assert nearest(torch.empty(0, 2), centres, 3).shape == (0, 3)
-    absent = centres.clone()
-    absent[[2, 5]] = torch.nan
-    left = torch.tensor([0, 1, 3, 4, 6, 7, 8, 9])
-    points = normal(100, 2, seed=3)
-    assert torch.equal(nearest(points, absent, 4), left[brute(points, centres[left], 4)])
 
 
 # ---- k-means ------------------------------------------------------------------------------------------------------
@@ -234,52 +128,6 @@ def test_relocation_moves_what_is_missed_least_to_where_it_gains_most():
     assert torch.equal(_relocated(size + 1, centres, still), centres)
 
 
-# ---- moments ------------------------------------------------------------------------------------------------------
-
-
-def test_moments_agree_with_numpy():
-    points, labels = normal(500, 2) @ normal(2, 2, seed=1), torch.arange(500) % 7
-    labels[labels == 3] = 2
-    found, unbiased = components_of(points, labels, 7), components_of(points, labels, 7, correction=1)
-    for k in (0, 1, 2, 4, 5, 6):
-        members = points[labels == k].numpy()
-        np.testing.assert_allclose(found.mean[k].numpy(), members.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(
-            found.covariance[k].numpy(), np.cov(members.T, ddof=0) + RIDGE * np.eye(2), rtol=1e-12
-        )
-        np.testing.assert_allclose(unbiased.covariance[k].numpy(), np.cov(members.T) + RIDGE * np.eye(2), rtol=1e-12)
-        assert float(found.count[k]) == len(members)
-    assert float(found.count[3]) == 0
-    assert bool(found.mean[3].isnan().all())
-    assert 3 not in nearest(points, found.mean)
-
-
-def test_variances_of_1e_10_hold_their_digits():
-    """Against 64-bit mantissas: float32, or float64 as E[x²] − E[x]², would fail."""
-    points = torch.tensor([0.19, 1.1e-3]) + normal(6000, 2) @ torch.tensor([[1e-5, 4e-6], [0.0, 5e-6]]).double()
-    labels = torch.arange(6000) % 3
-    found = components_of(points, labels, 3)
-    for k in range(3):
-        members = points[labels == k].numpy().astype(np.longdouble)
-        mean = members.mean(0)
-        expected = (members - mean).T @ (members - mean) / len(members) + RIDGE * np.eye(2, dtype=np.longdouble)
-        np.testing.assert_allclose(found.mean[k].numpy(), mean.astype(float), rtol=3e-16)
-        np.testing.assert_allclose(found.covariance[k].numpy(), expected.astype(float), rtol=1e-12)
-        assert 1e-11 < float(found.covariance[k, 1, 1]) < 1e-10
-
-
-def test_a_single_member_has_the_ridge_alone():
-    found = components_of(torch.tensor([[0.1, 0.2], [0.1, 0.2], [5.0, 5.0]]), torch.tensor([0, 0, 1]), 2, correction=1)
-    assert torch.equal(found.covariance, RIDGE * torch.eye(2).double().expand(2, 2, 2))
-
-
-def test_the_order_of_points_does_not_matter():
-    points, labels = weights(2000, 1e-4), torch.arange(2000) % 11
-    order = torch.randperm(2000, generator=torch.Generator().manual_seed(0))
-    one, other = components_of(points, labels, 11), components_of(points[order], labels[order], 11)
-    torch.testing.assert_close(one.covariance, other.covariance, rtol=1e-12, atol=0)
-
-
 # ---- EM -----------------------------------------------------------------------------------------------------------
 
 
@@ -385,19 +233,7 @@ def test_wrong_arguments_are_told():
     points = normal(10, 2)
     with pytest.raises(InputError, match="count is 11 and there are 10 points"):
         kmeans(points, 11, Address())
-    with pytest.raises(InputError, match="count is 11 and there are 10 centres: expected 1 to 10"):
-        nearest(points, points, 11)
-    with pytest.raises(InputError, match=r"points is a torch.float64 tensor of shape \(20,\)"):
-        nearest(points.flatten(), points)
-    with pytest.raises(InputError, match="points has entries that are not finite"):
-        nearest(points * torch.nan, points)
-    with pytest.raises(InputError, match="centres has entries that are not finite"):
-        nearest(points, points * torch.inf)
     with pytest.raises(InputError, match="rounds, full and batch are -1, 4 and 5"):
         kmeans(points, 2, Address(), rounds=-1, batch=5)
-    with pytest.raises(InputError, match="labels are from 0 to 9: expected 0 to 8"):
-        components_of(points, torch.arange(10), 9)
-    with pytest.raises(InputError, match=r"labels is a torch.int64 tensor of shape \(9,\): expected int64 \(10,\)"):
-        components_of(points, torch.arange(9), 9)
     with pytest.raises(InputError, match="steps and batch are 1 and 0"):
         em(points, components_of(points, torch.zeros(10).long(), 1), 1, 0, Address())

@@ -1,7 +1,8 @@
 """Data sets as tensors, splits that are the same every time, and augmentation on the device."""
 
 from peerbayes.data.augmentation import AUGMENTATIONS, augment, to_unit
-from peerbayes.data.corruptions import CORRUPTIONS, corrupt, load_corrupted
+from peerbayes.data.cifar_c import load_corrupted
+from peerbayes.data.corruptions import CORRUPTIONS, corrupt
 from peerbayes.data.feeding import Feed, Placement, feed
 from peerbayes.data.loading import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
 from peerbayes.data.perturbation import gaussian_step, guidance, pair, step_along

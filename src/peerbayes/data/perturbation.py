@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import noise
+from peerbayes.data.batch_noise import to_normal
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 
@@ -54,9 +55,7 @@ def gaussian_step(images: Tensor, address: Address, first: int = 0) -> Tensor:
     """
     _check(images)
     size = images.shape[1:].numel()
-    # By the inverse distribution function: `noise.normal` pairs its elements over the whole batch.
-    uniform = noise.uniform(address, len(images) * size, images.device, first * size)
-    normal = torch.erfinv(2 * uniform - 1) * math.sqrt(2)
+    normal = to_normal(noise.uniform(address, len(images) * size, images.device, first * size))
     return (images + _UNIT * normal.view(images.shape)).clamp(0, 1).to(images.dtype)
 
 

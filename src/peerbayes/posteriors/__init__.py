@@ -5,7 +5,8 @@ from peerbayes.posteriors.codebook import Codebook
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
-from peerbayes.posteriors.rank_one import RankOne, recalibrate
+from peerbayes.posteriors.rank_one import RankOne
+from peerbayes.posteriors.recalibration import recalibrate
 from peerbayes.posteriors.shared import Shared
 
 __all__ = [

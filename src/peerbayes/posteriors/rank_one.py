@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
-from peerbayes.data import Split, order
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.networks import capture
 from peerbayes.noise import Address, normal, uniform
 from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, conv_and_linear
+from peerbayes.posteriors.factors import attach, detach, layers_of
 from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
 
@@ -26,30 +22,6 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.prediction import Prediction
 
 Merge = Literal["exact", "factor_mean"]
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A weight with factors: the modules that use it, its channels in and out, and how they lie in it."""
-
-    weight: str
-    modules: tuple[str, ...]
-    into: int
-    out: int
-    groups: int
-    transposed: bool
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of r and s: those of the weight with ``r`` and ``s`` for ``weight``."""
-        prefix = self.weight.removesuffix("weight")
-        return f"{prefix}r", f"{prefix}s"
-
-    def products(self, r: Tensor, s: Tensor) -> Tensor:
-        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis), for r (K, into) and s (K, out)."""
-        r, s = r.unflatten(1, (self.groups, -1)), s.unflatten(1, (self.groups, -1))
-        rows, columns = (r, s) if self.transposed else (s, r)
-        return (rows[:, :, :, None] * columns[:, :, None, :]).flatten(1, 2)
 
 
 class RankOne(Posterior):
@@ -124,7 +96,7 @@ class RankOne(Posterior):
         self.predicts, self.decay_factors = predicts, decay_factors
         self.stochastic = predicts == "members"  # type: ignore[misc]
         self.scale_gradients = scale_gradients
-        self.layers = _layers(self)
+        self.layers = layers_of(self)
         if not self.layers:
             raise InputError(f"no convolution or linear layer of {type(network).__name__} was chosen to get factors")
         sizes = ((n, c) for layer in self.layers for n, c in zip(layer.names, (layer.into, layer.out), strict=True))
@@ -133,9 +105,7 @@ class RankOne(Posterior):
         self.rho = nn.Parameter(torch.full_like(self.deviations, rho)) if gaussian else None
         inverse = self.factor_layout.inverse_sizes().to(self.mean.device)
         self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
-        for layer in self.layers:
-            for prefix in layer.modules:
-                _attach(self.network.get_submodule(prefix), prefix)
+        attach(self.network, self.layers)
 
     def _initial(self, factors: str, spread: float) -> Tensor:
         total, device = self.members * self.factor_layout.size, self.mean.device
@@ -166,9 +136,7 @@ class RankOne(Posterior):
         pieces, tensors = self._pieces(extra), self.named(flat)
         for layer in self.layers:
             r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
-            for prefix in layer.modules:
-                dot = f"{prefix}." if prefix else ""
-                tensors |= {f"{dot}factor_r": r, f"{dot}factor_s": s}
+            tensors |= layer.tensors(r, s)
         with capture(self.network, layers) as found:
             logits = self.run_network(rows, tensors)
         return logits, [found[layer] for layer in layers]
@@ -264,9 +232,7 @@ class RankOne(Posterior):
     def materialise(self, weights: Weights | int | None = None) -> nn.Module:
         """Return a plain copy of the network that holds one member, by number, or one draw; the mean by default."""
         plain = super().materialise(self.member(weights) if isinstance(weights, int) else weights)
-        for layer in self.layers:
-            for prefix in layer.modules:
-                _detach(plain.get_submodule(prefix))
+        detach(plain, self.layers)
         return plain
 
     def predict(self, images: Tensor, draws: int | None = None, **options: Any) -> Prediction:
@@ -349,145 +315,7 @@ class RankOne(Posterior):
         return tensors
 
 
-@torch.no_grad()
-def recalibrate(network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512) -> nn.Module:
-    """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
-
-    Args:
-        network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
-        batches: a split, or batches of images, or of (images, labels); every batch counts the same.
-        batch_size: images in a batch of a split, which is taken in random order, the same every time.
-
-    Returns:
-        The network.
-    """
-    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    if not norms:
-        return network
-    device = norms[0].running_mean.device  # type: ignore[union-attr]
-    if not isinstance(batches, Iterable):
-        split = batches
-        # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
-        mixed = order(len(split), Address(0, "data", "recalibrate"))
-        batches = (split.batch(part, device) for part in mixed.split(batch_size))
-    modes = {module: module.training for module in network.modules()}
-    momenta = [norm.momentum for norm in norms]
-    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-    network.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a cumulative average
-        norm.train()
-    done = False
-    try:
-        for batch in batches:
-            network(prepared((batch if isinstance(batch, Tensor) else batch[0]).to(device)))
-            done = True
-        if not done:
-            raise InputError("there are no batches to recalibrate with")
-    except BaseException:
-        for buffer, kept in before:
-            buffer.copy_(kept)
-        raise
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        for module, training in modes.items():
-            module.training = training
-    return network
-
-
 def _with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
     # The same values, exactly; tensor operations, which compilers and captures take as they are.
     fixed = tensor.detach()
     return fixed + factor * (tensor - fixed)
-
-
-# ---- layers of the network ------------------------------------------------------------------------------------------
-
-
-def _layers(posterior: Posterior) -> list[_Layer]:
-    """Return the weights that get factors: chosen, and used by convolutions and linear layers alone."""
-    users: dict[str, list[tuple[str, nn.Module, str]]] = {}
-    inside = {id(m.out_proj) for m in posterior.network.modules() if isinstance(m, nn.MultiheadAttention)}
-    for prefix, module in posterior.network.named_modules():
-        for leaf in module._parameters:
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            home = posterior.aliases.get(name, name)
-            if home in posterior.layout.shapes:
-                users.setdefault(home, []).append((prefix, module, leaf))
-    found = []
-    for home, uses in users.items():
-        shapes = {_channels(m) if leaf == "weight" and id(m) not in inside else None for _, m, leaf in uses}
-        if shapes == {None}:
-            continue
-        (shape, *others) = shapes
-        if shape is None or others:
-            layers = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
-            raise InputError(
-                f"parameter '{home}' is shared by layers of different kinds ({layers}), which no pair of factors "
-                "serves; leave it out with bayesian=..."
-            )
-        found.append(_Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
-    return found
-
-
-def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
-    if isinstance(module, _ConvNd):
-        return module.in_channels, module.out_channels, module.groups, module.transposed
-    return (module.in_features, module.out_features, 1, False) if isinstance(module, nn.Linear) else None
-
-
-def _attach(module: nn.Module, name: str) -> None:
-    # The factors come by functional_call, like the weights; where none come, the layer is what it was.
-    module.register_parameter("factor_r", None)
-    module.register_parameter("factor_s", None)
-    module.register_forward_pre_hook(functools.partial(_scale_input, name))
-    module.register_forward_hook(functools.partial(_scale_output, name))
-
-
-def _detach(module: nn.Module) -> None:
-    del module.factor_r, module.factor_s
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "func", None) in (_scale_input, _scale_output):
-                del hooks[key]
-
-
-def _scale_input(name: str, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    r = module.factor_r
-    if r is None:
-        return None
-    x, *others = arguments
-    return (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2), *others
-
-
-def _scale_output(name: str, module: Any, _arguments: Any, y: Tensor) -> Tensor | None:
-    s = module.factor_s
-    if s is None:
-        return None
-    rows, factor = _by_member(name, y, s), _broadcast(module, s, y)
-    if module.bias is None:
-        return (rows * factor).to(y.dtype).flatten(0, 2)
-    # s ⊙ (y − b) + b, with what is the same for all images put together first.
-    shift = _broadcast(module, (1 - s[:, :1]) * module.bias, y)
-    return torch.addcmul(shift, rows, factor).to(y.dtype).flatten(0, 2)
-
-
-def _by_member(name: str, rows: Tensor, factor: Tensor) -> Tensor:
-    """Return rows (M·B·T, ...) as (M, B, T, ...), for factors (M, B, channels)."""
-    members, images, _ = factor.shape
-    if len(rows) % (members * images):
-        raise InputError(
-            f"layer '{name}' works on shape {tuple(rows.shape)}, whose first axis is not that of the {members} times "
-            f"{images} images; leave it out with bayesian=..."
-        )
-    split: Tensor = rows.unflatten(0, (members, images, -1))
-    return split
-
-
-def _broadcast(module: nn.Module, factor: Tensor, rows: Tensor) -> Tensor:
-    """Return factors (M, B, channels) with axes of length one wherever (M, B, T, ...) has none of theirs."""
-    ones, channels = [1] * (rows.dim() - 2), factor.shape[2]
-    axes = [*ones, channels] if isinstance(module, nn.Linear) else [channels, *ones]
-    return factor.view(*factor.shape[:2], 1, *axes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +13,26 @@ from torch import Tensor, nn
 
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
-from peerbayes.noise import Address, normal, normal_pieces, pieces, start
+from peerbayes.noise import Address, normal, start
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, require_same
 from peerbayes.posteriors.codebook import Codebook, blank_codebook, check_codebook, in_file_order
+from peerbayes.posteriors.drawing import drawn_at, drawn_with
 from peerbayes.posteriors.grids import inverse_softplus
-from peerbayes.posteriors.kernels import draw_shared
+from peerbayes.posteriors.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
 from peerbayes.posteriors.shared_file import EXACT, packed, unpacked
 
-Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
-SAMPLINGS: tuple[Sampling, ...] = ("hierarchical", "moment", "mean", "cluster", "cluster_hier")
+SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
-TINY = 1e-30
+TRAINED = ("component", "cholesky", "outlier_mean", "outlier_rho")
+PLACES = {
+    "label": torch.int32,
+    "blended": torch.int64,
+    "blend_component": torch.int32,
+    "blend_weight": torch.float32,
+    "outlier": torch.int64,
+}
+ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}
 
 
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
@@ -141,28 +150,20 @@ class Shared(Posterior):
         check_codebook(book, self.layout.size)
         book = in_file_order(book, self.layout.sizes)
         device = self.rest.device
-        floats = {"component": book.component, "cholesky": book.cholesky, "outlier_mean": book.outlier_mean}
-        floats["outlier_rho"] = inverse_softplus(book.outlier_std)
-        for name, tensor in floats.items():
+        for name in TRAINED:
+            tensor = inverse_softplus(book.outlier_std) if name == "outlier_rho" else getattr(book, name)
             setattr(self, name, nn.Parameter(tensor.detach().to(device, torch.float32).clone()))
-        self.register_buffer("label", book.label.to(device, torch.int32))
-        for name in ("blended", "outlier"):
-            self.register_buffer(name, getattr(book, name).to(device, torch.int64))
-        self.register_buffer("blend_component", book.blend_component.to(device, torch.int32))
-        self.register_buffer("blend_weight", book.blend_weight.to(device, torch.float32))
+        for name, dtype in PLACES.items():
+            self.register_buffer(name, getattr(book, name).to(device, dtype))
         for name, source in ANCHORS.items():
             self.register_buffer(name, getattr(self, source).detach().clone())
         self._index()
 
     @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row of `_table` each weight has, how often each row counts, and its prior."""
-        components, blended = len(self.component), len(self.blended)
-        rows = self.label.long()
-        device = rows.device
-        rows = rows.index_copy(0, self.blended, components + torch.arange(blended, device=device))
-        first = components + blended
-        rows = rows.index_copy(0, self.outlier, first + torch.arange(len(self.outlier), device=device))
+        """Work out which row each weight has, how often each row counts, and its prior."""
+        rows, components = rows_of(self), len(self.component)
+        first = components + len(self.blended)  # row of an outlier
         self._work_out("_rows", rows.int())
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
         if self.sampling.startswith("cluster"):  # one latent number for all weights of a component
@@ -171,9 +172,9 @@ class Shared(Posterior):
         self._work_out("_count", count)
         # A standard normal number below it is as likely as the first of a blended weight's components.
         self._work_out("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
-        own = [*self.anchor_component.unbind(1), *self.anchor_cholesky.unbind(1)]
-        mean = torch.cat([own[0], *self._mixed(own[:1]), self.anchor_outlier])
-        std = torch.cat([self._variance(own).sqrt(), torch.full_like(self.anchor_outlier, self.prior_std)])
+        anchors = {source: getattr(self, name) for name, source in ANCHORS.items()}
+        wide = torch.full_like(self.anchor_outlier, self.prior_std)
+        mean, std = moments(replace(self.codebook(), outlier_std=wide, **anchors), "moment", self.mixture)
         if self.prior == "normal":
             mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
         self._work_out("_prior_mean", mean)
@@ -222,53 +223,12 @@ class Shared(Posterior):
         book |= {"label": number[label].index_fill(0, others, 0).int(), "blend_component": number[pair[mixed]].int()}
         self.load_state(self.state() | {f"codebook/{name}": tensor.detach() for name, tensor in book.items()})
 
-    # ---- a row for each component, blended weight and outlier -----------------------------------------------------
-
-    def _own(self) -> list[Tensor]:
-        """Return m, s, a, b, c of the components, (K,) each."""
-        return [*self.component.unbind(1), *self.cholesky.unbind(1)]
-
-    def _table(self, share: Tensor | None = None) -> list[Tensor]:
-        """Return m, s, a, b, c of every row, (R,) each, of blended weights with this ``share`` of the first."""
-        own = self._own()
-        zero = torch.zeros_like(self.outlier_mean)
-        single = [self.outlier_mean, F.softplus(self.outlier_rho), zero, zero, zero]
-        return [torch.cat(parts) for parts in zip(own, self._mixed(own, share), single, strict=True)]
-
-    def _pairs(self, own: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return numbers of components (K,) for both components of blended weights, (E,) each."""
-        return zip(*(_of_rows(own, index) for index in self.blend_component.unbind(1)), strict=True)
-
-    def _mixed(self, own: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
-        """Return what blended weights mix of components' parameters (K,), shape (E,) each."""
-        share = self.blend_weight[:, 0] if share is None else share
-        return [torch.lerp(other, one, share) for one, other in self._pairs(own)]
-
-    def _variance(self, own: Sequence[Tensor], sampling: Sampling = "moment") -> Tensor:
-        """Return the variance of a weight of every component and of every blended weight, (K + E,), by sampling.
-
-        Args:
-            own: m, s, a, b, c of the components, (K,) each.
-            sampling: ``moment`` is s² + a² + b² + c², with parameters that are blended.
-        """
-        m, s, a, b, c = own
-        scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])
-        variance, share = _sum_of_squares(scales), self.blend_weight[:, 0]
-        if self.mixture:
-            (mean, other_mean), (one, other) = self._pairs([m, variance])
-            blended = torch.lerp(other, one, share) + share * (1 - share) * (mean - other_mean).square()
-        elif sampling.startswith("cluster"):
-            ((one, other),) = self._pairs([variance])
-            alone = self.blend_component[:, 0] == self.blend_component[:, 1]  # whose two draws are the same
-            blended = torch.where(alone, one, share.square() * one + (1 - share).square() * other)
-        else:
-            blended = _sum_of_squares(self._mixed(scales))
-        return torch.cat([variance, blended])
+    # ---- moments ----------------------------------------------------------------------------------------------------
 
     @property
     def mean(self) -> Tensor:  # type: ignore[override]
         """Mean of every weight, shape (size,)."""
-        return _of_rows(self._table()[:1], self._rows)[0]
+        return of_rows(moments(self, self.sampling, self.mixture)[:1], self._rows)[0]
 
     @property
     def std(self) -> Tensor:
@@ -277,8 +237,12 @@ class Shared(Posterior):
         √(s² + a² + b² + c²); |s| with ``mean`` sampling, |a| with ``cluster``. A blended weight has that of its own
         parameters; √(Σ α² v) where components are drawn as a whole, √(Σ α v + α₁α₂(m₁ − m₂)²) as a mixture.
         """
-        std = self._variance(self._own(), self.sampling).sqrt()
-        return _of_rows([torch.cat([std, F.softplus(self.outlier_rho)])], self._rows)[0]
+        return of_rows(moments(self, self.sampling, self.mixture)[1:], self._rows)[0]
+
+    @property
+    def outlier_std(self) -> Tensor:
+        """Standard deviation of every outlier, shape (O,)."""
+        return F.softplus(self.outlier_rho)
 
     @property
     def device(self) -> torch.device:
@@ -307,10 +271,7 @@ class Shared(Posterior):
         """Return the set of weights that lives at an address."""
         if torch.is_grad_enabled() or self.mixture or self.sampling.startswith("cluster"):
             return self.weights(*self.place(normal(address, self.noise_size, self.device)))
-        begin = start(address, self.device)
-        columns = self._needed()
-        flat = draw_shared(columns, self._rows, begin, TINY)
-        return self.weights(flat if flat is not None else self._filled(columns, self._noise(begin)))
+        return self.weights(drawn_at(start(address, self.device), drawn_from(self, self.sampling), self._rows))
 
     def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations."""
@@ -321,56 +282,8 @@ class Shared(Posterior):
             noise, choice = noise.split([len(noise) - len(self.blended), len(self.blended)])
             share = (choice < self._bound).to(noise.dtype)
         if self.sampling.startswith("cluster"):
-            return _of_rows([self._whole(noise, share)], self._rows)[0], None
-        eps = noise.split(self.layout.size)
-        if torch.is_grad_enabled():
-            return _drawn(_of_rows(self._needed(share), self._rows), eps), None
-        ranges = pieces(self.layout.size, self.device)
-        noise_by_piece = ((first, last, [one[first:last] for one in eps]) for first, last in ranges)
-        return self._filled(self._needed(share), noise_by_piece), None
-
-    def _needed(self, share: Tensor | None = None) -> list[Tensor]:
-        """Return what `_drawn` needs of every row, (R,) each: m and the scale, or m, s, a, b, c."""
-        mean, *scales = self._table(share)
-        if self.sampling == "hierarchical":
-            return [mean, *scales]
-        return [mean, _sum_of_squares(scales[:1] if self.sampling == "mean" else scales).sqrt()]
-
-    def _noise(self, begin: Tensor) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Yield the numbers of weights ``first`` to ``last`` that `normal` gives, in pieces that are overwritten."""
-        size, half = self.layout.size, (self.noise_size + 1) // 2
-        for first, last, one, other in normal_pieces(begin, self.noise_size):
-            if half == size:  # two numbers a weight
-                yield first, last, (one, other)
-                continue
-            yield first, last, (one,)
-            end = min(half + last, size)
-            yield half + first, end, (other[: end - half - first],)
-
-    def _filled(self, columns: Sequence[Tensor], noise: Iterable[tuple[int, int, Sequence[Tensor]]]) -> Tensor:
-        """Return the flat weights (size,), without a gradient, of what is `_needed` and of noise in pieces."""
-        flat, scales = columns[0].new_empty(self.layout.size), columns[0].new_empty(0, 0)
-        for first, last, eps in noise:
-            if scales.shape[1] < last - first:
-                scales = flat.new_empty(len(columns) - 1, last - first)
-            places = [flat[first:last], *scales[:, : last - first]]
-            for column, place in zip(columns, places, strict=True):
-                torch.index_select(column, 0, self._rows[first:last], out=place)
-            _drawn(places, eps)
-        return flat
-
-    def _whole(self, noise: Tensor, share: Tensor | None) -> Tensor:
-        """Return one draw of every row, (R,), where components are drawn as a whole."""
-        single = noise[len(noise) - len(self.outlier) :]
-        rest = noise[: len(noise) - len(self.outlier)]
-        m, s, a, b, c = self._own()
-        if self.sampling == "cluster":
-            drawn = m + a * rest
-        else:
-            first, second, third = rest.view(3, -1)
-            drawn = m + a * first + (s + b * first + c * second) * third
-        outlier = self.outlier_mean + F.softplus(self.outlier_rho) * single
-        return torch.cat([drawn, *self._mixed([drawn], share), outlier])
+            return of_rows([drawn_whole(self, self.sampling, noise, share)], self._rows)[0], None
+        return drawn_with(noise.split(self.layout.size), drawn_from(self, self.sampling, share), self._rows), None
 
     # ---- KL -------------------------------------------------------------------------------------------------------
 
@@ -379,7 +292,7 @@ class Shared(Posterior):
 
         v is the variance of the weights of a component; blended weights have that of their parameters or mixture.
         """
-        return _of_rows([self._kl_by_row()], self._rows)[0]
+        return of_rows([self._kl_by_row()], self._rows)[0]
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
         """Return Σ_k n_k KL_k + Σ_outliers KL_i; of whole components each counts once, and blended weights do not.
@@ -391,26 +304,13 @@ class Shared(Posterior):
         return torch.dot(self._kl_by_row(), self._count)
 
     def _kl_by_row(self) -> Tensor:
-        own = self._own()
-        mean = torch.cat([own[0], *self._mixed(own[:1]), self.outlier_mean])
-        std = torch.cat([self._variance(own).sqrt(), F.softplus(self.outlier_rho)])
-        return gaussian_kl(mean, std, self._prior_mean, self._prior_std)
+        return gaussian_kl(*moments(self, "moment", self.mixture), self._prior_mean, self._prior_std)
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def codebook(self) -> Codebook:
         """Return the codebook as it is now."""
-        return Codebook(
-            self.component,
-            self.cholesky,
-            self.label,
-            self.blended,
-            self.blend_component,
-            self.blend_weight,
-            self.outlier,
-            self.outlier_mean,
-            F.softplus(self.outlier_rho),
-        )
+        return Codebook(**{field.name: getattr(self, field.name) for field in fields(Codebook)})
 
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
@@ -453,8 +353,7 @@ class Shared(Posterior):
         return parts | super().state()
 
     def _book(self) -> dict[str, Tensor]:
-        names = ("component", "cholesky", "outlier_mean", "outlier_rho", *PLACES, *ANCHORS)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*TRAINED, *PLACES, *ANCHORS)}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
@@ -479,37 +378,3 @@ class Shared(Posterior):
     def _put(self, name: str, tensor: Tensor) -> None:
         trained = isinstance(getattr(self, name), nn.Parameter) and not isinstance(tensor, nn.Parameter)
         setattr(self, name, nn.Parameter(tensor) if trained else tensor)
-
-
-def _of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-    """Return (n,) from each column (R,); one by one is far faster than rows of five."""
-    if not (torch.is_grad_enabled() and rows.is_cuda):
-        return [column.index_select(0, rows) for column in columns]
-    # Whose gradient adds up in a fixed order, on a GPU too.
-    return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
-
-
-def _sum_of_squares(columns: Sequence[Tensor]) -> Tensor:
-    first, *others = columns
-    total = first.square()
-    for column in others:
-        total = torch.addcmul(total, column, column)
-    return total
-
-
-def _drawn(columns: Sequence[Tensor], eps: Sequence[Tensor]) -> Tensor:
-    """Return weights (n,) in the place of the first column: w as it is, mean and scale, or m, s, a, b and c."""
-    drawn, *scales = columns
-    if scales:
-        drawn.addcmul_(scales[0], eps[0])
-    if len(scales) > 1:
-        _, a, b, c = scales
-        a.addcmul_(b, eps[0])
-        c.mul_(eps[0])
-        variance = a.square().addcmul_(c, c).add_(TINY)  # a root has no gradient at 0
-        drawn.addcmul_(variance.sqrt_(), eps[1])
-    return drawn
-
-
-ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anchor_outlier": "outlier_mean"}
-PLACES = ("label", "blended", "blend_component", "blend_weight", "outlier")

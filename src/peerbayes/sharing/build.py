@@ -16,9 +16,11 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import Codebook, MeanField
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.shared import conv_and_linear_weights
-from peerbayes.sharing.clustering import components_of, em, kmeans, nearest
+from peerbayes.sharing.clustering import em, kmeans
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
+from peerbayes.sharing.moments import components_of, summed
+from peerbayes.sharing.neighbours import nearest
 from peerbayes.sharing.outliers import blends, outliers
 from peerbayes.sharing.thrift import thrifty
 
@@ -170,13 +172,6 @@ def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Compone
     numbers = keep.long().cumsum(0) - 1
     kept = Components(components.mean[keep], components.covariance[keep], components.count[keep])
     return kept, numbers[labels]
-
-
-def summed(values: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return Σ_i values_i over the members of each component, float64 (count, ...), in a fixed order."""
-    order = torch.argsort(labels, stable=True)
-    lengths = torch.bincount(labels, minlength=count)
-    return torch.segment_reduce(values[order].double(), "sum", lengths=lengths)
 
 
 def cholesky_of(covariance: Tensor) -> Tensor:

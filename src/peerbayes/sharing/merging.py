@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.sharing.clustering import nearest
 from peerbayes.sharing.gaussians import Components, Rule, merged, wasserstein2
+from peerbayes.sharing.neighbours import nearest
 
 
 def merge(

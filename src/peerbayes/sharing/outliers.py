@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.sharing.clustering import nearest
 from peerbayes.sharing.gaussians import Components, log_density, mahalanobis
+from peerbayes.sharing.neighbours import nearest
 
 _CHUNK = 1 << 20
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.sharing.clustering import check_points, member_moments, nearest
+from peerbayes.sharing.moments import member_moments
+from peerbayes.sharing.neighbours import check_points, nearest
 
 MOST = 1 << 16  # centres
 MANY, NEAR = 1024, 8  # of so many centres, so many are looked at for each point, as long as none farther off can win

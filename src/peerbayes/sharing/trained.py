@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from peerbayes.posteriors import Shared
-from peerbayes.sharing.build import cholesky_of, summed
+from peerbayes.sharing.build import cholesky_of
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
+from peerbayes.sharing.moments import summed
 
 
 @torch.no_grad()
