@@ -192,6 +192,14 @@ def test_a_file_gives_the_same_posterior_to_the_last_bit(sampling, mixture, bits
     assert (tmp_path / "q.safetensors").read_bytes() == (tmp_path / "p.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_single_component_has_a_file(bits, tmp_path):
+    posterior = Shared(net(), book(components=1), bits=bits)
+    posterior.save(tmp_path / "p.safetensors")
+    again = Posterior.load(tmp_path / "p.safetensors", net())
+    assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
+
+
 def odd(seed=0):
     """A network with all kinds of tensors that are not shared."""
     torch.manual_seed(seed)

@@ -63,8 +63,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], i
     seen: set[int] = set()
     for name, given in tensors.items():
         tensor = given.detach().cpu().contiguous()
-        # Tensors with two names (tied buffers, say) are written twice: safetensors refuses shared memory.
-        plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        # Tensors with two names (tied buffers, say) are written twice: safetensors refuses shared memory. One number of
+        # a longer row passes for contiguous, but has no bytes to look at.
+        alone = tensor.data_ptr() not in seen and tensor.stride()[-1:] in ((), (1,))
+        plain[name] = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
         seen.add(tensor.data_ptr())
     text = json.dumps(about, sort_keys=True)
     metadata = {"digest": _digest(plain, text), "peerbayes": text}
