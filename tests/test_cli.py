@@ -309,7 +309,7 @@ def test_peers_of_different_shape_are_refused_by_tensor(place, tmp_path, capsys)
     words = change("peers.0.network=resnet8")
     found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
     assert re.fullmatch(
-        r"stages.0: term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
+        r"stages.0.terms.weight_diversity: needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
         r"and no such tensor in 'b'",
         found,
     )
@@ -548,7 +548,7 @@ def test_recipes_show_prints_a_recipe():
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
-        (("peers.0.network=resnet8",), "term 'weight_diversity' needs peers of equal shape"),
+        (("peers.0.network=resnet8",), "stages.0.terms.weight_diversity: needs peers of equal shape"),
         (("stages.0.terms.feature_diversity={layers=['hidden', 'nope']}",), "has no layer 'nope'"),
     ],
 )

@@ -579,7 +579,7 @@ def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
         capsys, tmp_path, runs["resnet"], runs["resnet again"], *words, *change("stages.0.perturb.kind=ods")
     )
     assert found == (
-        "stages.0: term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
+        "stages.0.terms.distil: teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
     )  # fmt: skip
 
 
@@ -618,8 +618,8 @@ def test_a_recipe_without_teachers_is_refused(runs, tmp_path, capsys):
     ("setting", "sentence"),
     [
         ("stages.0.perturb={kind='tdiv'}", "perturb 'tdiv' needs teachers, but the recipe has none"),
-        ("stages.0.terms.distil={}", "stages.0: term 'distil' needs teachers, but the recipe has none"),
-        ("stages.0.terms.proxy_end2={}", "stages.0: term 'proxy_end2' needs teachers, but the recipe has none"),
+        ("stages.0.terms.distil={}", "stages.0.terms.distil: needs teachers, but the recipe has none"),
+        ("stages.0.terms.proxy_end2={}", "stages.0.terms.proxy_end2: needs teachers, but the recipe has none"),
     ],
 )
 def test_learning_from_nobody_is_refused(tmp_path, capsys, setting, sentence):

@@ -269,7 +269,9 @@ def test_peers_of_different_networks_and_kinds_learn_together_and_equal_shapes_a
     before = batch_loss(found)
     found.run()
     assert all(after < first for after, first in zip(batch_loss(found), before))
-    with pytest.raises(InputError, match=r"term 'weight_diversity' needs peers of equal shape, but 'body\.1\.weight'"):
+    with pytest.raises(
+        InputError, match=r"^stages\.0\.terms\.weight_diversity: needs peers of equal shape, but 'body\.1\.w"
+    ):
         learner({"likelihood": {}, "weight_diversity": {}})
 
 
