@@ -489,6 +489,15 @@ def test_resume_of_a_finished_run_prints_its_record_again(place, trained):
     assert json.loads(text) == record
 
 
+def test_resume_without_a_run_says_that_it_starts_anew(place, tmp_path, capsys):
+    words = ("train", place / "small.toml", "--seeds", "0,1", "--run", tmp_path, "--device", "cpu")
+    said = [f"{tmp_path / name}: no run there yet: starting anew" for name in ("seed0", "seed1")]
+    called(*words, *change("stages.0.epochs=1"), "--resume")
+    assert [line for line in capsys.readouterr().err.splitlines() if "anew" in line] == said
+    called(*words, *change("stages.0.epochs=1"), "--resume")
+    assert "anew" not in capsys.readouterr().err
+
+
 def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, capsys):
     words = change("stages.0.optimizer={name='sgd', lr=1e30}", "stages.0.terms={likelihood={}}")
     with pytest.raises(SystemExit) as end:
