@@ -255,6 +255,23 @@ def test_a_teacher_that_is_not_there_is_named(tmp_path, runs, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_teacher_that_a_recipe_names_and_that_is_not_there_is_called_what_it_looks_like(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    places = (tmp_path / "a", "./a", "../a", "~/of-nobody/a", "runs/a", "runs/a.safetensors", "a.safetensors")
+    sentences = {place: f"there is no run folder or weights file '{place}'" for place in places}
+    sentences["runs"] = "'runs' is of no run (there is no recipe.toml in runs)"
+    sentences["distillation/kdd"] = "there is no recipe 'distillation/kdd'; did you mean 'distillation/kd'?"
+    sentences["nobody"] = "there is no recipe 'nobody'; 'peerbayes recipes' lists them"
+    sentences["runs/a.toml"] = "runs/a.toml: no such recipe file"
+    for given, sentence in sentences.items():
+        found = refused(capsys, "train", "distillation/kd", *change(f"teachers.runs=['{given}']"), *QUIET)
+        assert found == f"teachers.runs: {sentence}"
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
 def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
     given = [runs["resnet"], runs["resnet again"]]
     before = [contents(folder) for folder in given]

@@ -208,7 +208,12 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
     for source in recipe.teachers.runs:
         path = Path(source).expanduser()
         folder = path.parent if path.suffix == ".safetensors" else path
-        known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
+        if source not in packaged() and not path.exists() and _looks_like_a_path(source):
+            raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
+        if folder.is_dir() and not (folder / "recipe.toml").is_file():
+            raise InputError(f"teachers.runs: '{source}' is of no run (there is no recipe.toml in {folder})")
+        with within("teachers.runs"):
+            known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
         where = str(folder.resolve()) if folder.exists() else source
         for peer in known[-1].peers:
             if folder != path and path.name != f"weights-{peer.name}.safetensors":
@@ -228,6 +233,15 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         if peer["posterior"].get("members") == 0:
             peer["posterior"]["members"] = count
     return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def _looks_like_a_path(source: str) -> bool:
+    """Return whether whoever wrote this meant a run, by its place on the disk, and not a recipe."""
+    path = Path(source).expanduser()
+    if path.suffix == ".toml":
+        return False
+    beside = path.parent != Path() and path.parent.is_dir()
+    return source.startswith((".", "~")) or path.is_absolute() or path.suffix == ".safetensors" or beside
 
 
 def _has_draws(peer: Peer) -> bool:
