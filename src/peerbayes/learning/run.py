@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,18 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
+    # What the seeds of a run started from lies beside them, and was not asked for.
+    found = list(folder.glob("seed[0-9]*/recipe.toml")) or folder.glob("*/recipe.toml")
+    return sorted((path.parent for path in found), key=lambda run: (_by_number(run.name), run.name))
+
+
+def _by_number(name: str) -> list[str | float]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)  # words and numbers in turn
+    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) -> Run:

@@ -14,7 +14,7 @@ from peerbayes import evaluation
 from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
-from peerbayes.learning.run import pick_device
+from peerbayes.learning.run import pick_device, runs_below
 from peerbayes.posteriors import Posterior, RankOne, predict_split, storage
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
@@ -230,9 +230,7 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if (folder / "recipe.toml").is_file():
         return [folder]
-    # What the seeds of a run started from lies beside them, and was not asked for.
-    found = sorted(folder.glob("seed[0-9]*/recipe.toml")) or sorted(folder.glob("*/recipe.toml"))
-    below = [path.parent for path in found]
+    below = runs_below(folder)
     if not below:
         raise InputError(
             f"{folder}: neither a run folder nor a folder of runs (no recipe.toml in it or right below it)"
