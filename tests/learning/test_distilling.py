@@ -262,7 +262,7 @@ def test_a_teacher_that_a_recipe_names_and_that_is_not_there_is_called_what_it_l
     monkeypatch.chdir(tmp_path)
     places = (tmp_path / "a", "./a", "../a", "~/of-nobody/a", "runs/a", "runs/a.safetensors", "a.safetensors")
     sentences = {place: f"there is no run folder or weights file '{place}'" for place in places}
-    sentences["runs"] = "'runs' is of no run (there is no recipe.toml in runs)"
+    sentences["runs"] = "runs: not a run folder (it has no recipe.toml)"
     sentences["distillation/kdd"] = "there is no recipe 'distillation/kdd'; did you mean 'distillation/kd'?"
     sentences["nobody"] = "there is no recipe 'nobody'; 'peerbayes recipes' lists them"
     sentences["runs/a.toml"] = "runs/a.toml: no such recipe file"

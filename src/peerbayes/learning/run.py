@@ -32,6 +32,8 @@ from peerbayes.learning.settings import CUSTOM
 from peerbayes.posteriors import Posterior, storage
 from peerbayes.schema import Strict, Table
 
+NAMED = 5  # runs that a sentence lists
+
 
 class _Inputs(Strict):
     """What a network must know of the data; see `peerbayes.networks.Inputs`."""
@@ -90,7 +92,7 @@ class Run(Mapping[str, Posterior]):
     def __init__(self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None) -> None:
         self.folder = Path(folder)
         if not (self.folder / "recipe.toml").is_file():
-            raise InputError(f"{self.folder}: not a run folder (it has no recipe.toml)")
+            raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
         self.recipe = load_recipe(self.folder / "recipe.toml")
         self.about: dict[str, Any] = read_json(self.folder / "run.json")
         _About.parse(self.about, str(self.folder / "run.json"))
@@ -185,6 +187,15 @@ def runs_below(folder: Path) -> list[Path]:
     # What the seeds of a run started from lies beside them, and was not asked for.
     found = list(folder.glob("seed[0-9]*/recipe.toml")) or folder.glob("*/recipe.toml")
     return sorted((path.parent for path in found), key=lambda run: (_by_number(run.name), run.name))
+
+
+def _why(folder: Path) -> str:
+    """Return why a folder is no run's, as the end of a sentence; runs in it are named."""
+    below = [str(run) for run in runs_below(folder)]
+    if not below:
+        return " (it has no recipe.toml)"
+    more = f" and {len(below) - NAMED} more" if below[NAMED:] else ""
+    return f", but one of runs; name them one by one: {', '.join(below[:NAMED])}{more}"
 
 
 def _by_number(name: str) -> list[str | float]:

@@ -211,7 +211,8 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
             raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
         if folder.is_dir() and not (folder / "recipe.toml").is_file():
-            raise InputError(f"teachers.runs: '{source}' is of no run (there is no recipe.toml in {folder})")
+            with within("teachers.runs"):
+                peers_at(path)  # knows what is wrong with it
         with within("teachers.runs"):
             known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
         where = str(folder.resolve()) if folder.exists() else source
