@@ -19,6 +19,7 @@ import peerbayes as pb
 from peerbayes import reporting
 from peerbayes.errors import InputError
 from peerbayes.reporting import figures, tables
+from peerbayes.reporting.distilled import draw_diversity
 
 
 def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):
@@ -355,6 +356,18 @@ def test_figures_draw_the_numbers(records):
     for figure in (figures.retention_figure, figures.reliability_figure):
         assert_real_picture(figures.png(figure(records)))
     assert_real_picture(figures.png(figures.training_figure(metrics())))
+
+
+@pytest.mark.parametrize("epochs", range(1, 6))
+def test_few_epochs_are_counted_by_whole_numbers(epochs):
+    one = {"label": "run", "teachers_apart": [0.1] * epochs, "members_before": [0.1] * epochs}
+    diversity = {"series": [one | {"members_after": [0.2] * epochs}]}
+    for drawn in (figures.training_figure(metrics()[:epochs]), draw_diversity(diversity)):
+        drawn.draw_without_rendering()
+        for axes in drawn.axes:
+            low, high = axes.get_xlim()
+            shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+            assert shown == [*range(1, epochs + 1)], axes.get_ylabel()
 
 
 # ---- one's own modules: fit, load, evaluate ---------------------------------------------------------------------
