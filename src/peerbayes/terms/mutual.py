@@ -28,7 +28,7 @@ class Edge(Strict):
     student: str
     alpha: NotNegative | Schedule | None = None
     temperature: Temperature | None = None
-    weight: float | None = None
+    weight: NotNegative | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def mutual(
     step: Step,
     peer: str,
     *,
-    weight: float = 1.0,
+    weight: NotNegative = 1.0,
     temperature: Temperature = 1.0,
     alpha: NotNegative | Schedule = 1.0,
     graph: Graph = "all",
