@@ -170,11 +170,17 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, stopwatch, monkeypatch):
 
 
 def test_nothing_is_started_after_the_budget(tmp_path, stopwatch):
-    record = run(tmp_path / "b.json", budget=0)
+    record = run(tmp_path / "b.json", budget=1e-9)
     assert stopwatch == []
     assert all(value is None for _, value in leaves(record["figures"]))
-    assert record["notes"]["pair_epoch_s"] == "left out: the 0 s were used up"
+    assert record["notes"]["pair_epoch_s"] == "left out: the 1e-09 s were used up"
     assert png(bench_figure(record)).startswith(b"\x89PNG")
+
+
+def test_a_budget_that_lets_nothing_be_measured_is_refused_and_nothing_is_written(tmp_path, capsys):
+    found = refused(capsys, "bench", "--quick", "--budget", 0, "--out", tmp_path / "b.json", "--device", "cpu")
+    assert found == "--budget 0: nothing would be measured; expected seconds above 0"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_measures_what_a_figure_needs_and_keeps_the_rest(tmp_path, stopwatch):

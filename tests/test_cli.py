@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import peerbayes
 from commands import QUIET, called, change, contents, ended, process, refused, save_npz, write_small
-from peerbayes import cli, networks
+from peerbayes import cli, networks, reporting
 from peerbayes.learning import Recipe, Run, load_recipe, packaged
 from peerbayes.learning.space import parse_axes
 from peerbayes.posteriors import storage
@@ -93,6 +93,24 @@ def test_evaluate_writes_the_record_that_train_would_have_and_no_other(trained, 
     (run / "evaluation.json").write_text("{}")  # judged anew
     called("evaluate", run, "--device", "cpu")
     assert (run / "evaluation.json").read_bytes() == before["evaluation.json"]
+
+
+def test_evaluating_again_with_fewer_options_loses_nothing_that_is_still_true(trained, tmp_path):
+    run = Path(shutil.copytree(trained[0], tmp_path / "run"))
+    other, path = str(trained[0].parent / "small.npz"), run / "evaluation.json"
+    rich = reporting.evaluate(run, out_of_distribution=[other], corrupted="made", device="cpu")
+    reporting.write_report(Run(run), rich)
+    assert json.loads(path.read_text()) == rich
+    called("evaluate", run, "--device", "cpu")
+    assert json.loads(path.read_text()) == rich
+    assert f"Entropy of predictions, on the test split and on {other}" in (run / "report.html").read_text()
+    # Figures of other draws, and of other weights, are not those of this run.
+    again = trained[1]
+    strange = {**rich, "peers": [{**peer, "nll": 1.1 * peer["nll"]} for peer in rich["peers"]]}
+    for stale in ({**rich, "draws": 7}, strange, {**rich, "peers": 3}, {"peers": []}, []):
+        path.write_text(json.dumps(stale))
+        called("evaluate", run, "--device", "cpu")
+        assert json.loads(path.read_text()) == again
 
 
 def test_evaluate_shows_the_figures_of_a_run_that_can_not_be_written_to(trained, capsys, monkeypatch):
@@ -309,7 +327,7 @@ def test_peers_of_different_shape_are_refused_by_tensor(place, tmp_path, capsys)
     words = change("peers.0.network=resnet8")
     found = refused(capsys, "train", place / "small.toml", "--run", tmp_path / "run", *QUIET, *words)
     assert re.fullmatch(
-        r"stages.0: term 'weight_diversity' needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
+        r"stages.0.terms.weight_diversity: needs peers of equal shape, but 'conv.weight' is \(\d+, 1, 3, 3\) in 'a' "
         r"and no such tensor in 'b'",
         found,
     )
@@ -489,6 +507,15 @@ def test_resume_of_a_finished_run_prints_its_record_again(place, trained):
     assert json.loads(text) == record
 
 
+def test_resume_without_a_run_says_that_it_starts_anew(place, tmp_path, capsys):
+    words = ("train", place / "small.toml", "--seeds", "0,1", "--run", tmp_path, "--device", "cpu")
+    said = [f"{tmp_path / name}: no run there yet: starting anew" for name in ("seed0", "seed1")]
+    called(*words, *change("stages.0.epochs=1"), "--resume")
+    assert [line for line in capsys.readouterr().err.splitlines() if "anew" in line] == said
+    called(*words, *change("stages.0.epochs=1"), "--resume")
+    assert "anew" not in capsys.readouterr().err
+
+
 def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, capsys):
     words = change("stages.0.optimizer={name='sgd', lr=1e30}", "stages.0.terms={likelihood={}}")
     with pytest.raises(SystemExit) as end:
@@ -548,7 +575,7 @@ def test_recipes_show_prints_a_recipe():
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
-        (("peers.0.network=resnet8",), "term 'weight_diversity' needs peers of equal shape"),
+        (("peers.0.network=resnet8",), "stages.0.terms.weight_diversity: needs peers of equal shape"),
         (("stages.0.terms.feature_diversity={layers=['hidden', 'nope']}",), "has no layer 'nope'"),
     ],
 )

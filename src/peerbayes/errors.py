@@ -11,6 +11,10 @@ class InputError(ValueError):
     """Something the user gave is wrong. The command line prints the sentence and exits with code 2."""
 
 
+class OptionError(InputError):
+    """An option is wrong; the sentence begins with its key, of which `within` makes a full one."""
+
+
 class TrainingError(RuntimeError):
     """Training cannot go on; the last good checkpoint, if there is one, is kept. The command line exits with code 1."""
 
@@ -20,12 +24,12 @@ class PeerbayesWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def within(place: str) -> Iterator[None]:
-    """Put the place, a recipe's key say, before what an `InputError` inside the block says."""
+def within(place: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    """Put the place, a recipe's key say, before what an `InputError` inside the block says; raise one of ``kind``."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{place}: {error}") from error
+        raise kind(f"{place}{'.' if isinstance(error, OptionError) else ': '}{error}") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

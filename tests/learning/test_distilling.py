@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import peerbayes as pb
-from commands import QUIET, change, contents, process, refused
+from commands import QUIET, called, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError
@@ -255,6 +255,23 @@ def test_a_teacher_that_is_not_there_is_named(tmp_path, runs, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_teacher_that_a_recipe_names_and_that_is_not_there_is_called_what_it_looks_like(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    places = (tmp_path / "a", "./a", "../a", "~/of-nobody/a", "runs/a", "runs/a.safetensors", "a.safetensors")
+    sentences = {place: f"there is no run folder or weights file '{place}'" for place in places}
+    sentences["runs"] = "runs: not a run folder (it has no recipe.toml)"
+    sentences["distillation/kdd"] = "there is no recipe 'distillation/kdd'; did you mean 'distillation/kd'?"
+    sentences["nobody"] = "there is no recipe 'nobody'; 'peerbayes recipes' lists them"
+    sentences["runs/a.toml"] = "runs/a.toml: no such recipe file"
+    for given, sentence in sentences.items():
+        found = refused(capsys, "train", "distillation/kd", *change(f"teachers.runs=['{given}']"), *QUIET)
+        assert found == f"teachers.runs: {sentence}"
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
 def test_the_command_distils_runs_into_a_plain_network(runs, tmp_path):
     given = [runs["resnet"], runs["resnet again"]]
     before = [contents(folder) for folder in given]
@@ -304,7 +321,8 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
 
 def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     path = teachers.folder / "weights-teacher2.safetensors"
-    recipe = fitted_to_teachers(load_recipe("distillation/latentbe", [f"teachers.runs=['{path}']"]))
+    changes = [f"teachers.runs=['{path}']", "stages.0.perturb.kind=ods"]
+    recipe = fitted_to_teachers(load_recipe("distillation/latentbe", changes))
     assert recipe.peers[0].posterior.members == 1
     data = load_data(recipe)
     found = build_teachers(Job(recipe, tmp_path / "run"), data, torch.device("cpu"))
@@ -563,7 +581,24 @@ def test_what_is_no_run_is_no_teacher(runs, tmp_path, capsys, kind):
 @pytest.mark.parametrize("kind", ["tdiv", "tdiv_sdiv", "bald"])
 def test_a_single_teacher_is_refused(runs, tmp_path, capsys, kind):
     found = distill_refused(capsys, tmp_path, runs["three"], *change(f"stages.0.perturb.kind={kind}"))
-    assert found == f"perturb '{kind}' compares teachers, but there is only one; give it two or more"
+    assert found == (
+        f"stages.0.perturb: '{kind}' compares teachers, but there is only one; give it two or more, or take a recipe "
+        "for one, such as distillation/kd"
+    )
+
+
+def test_a_recipe_for_a_single_teacher_is_named_that_has_its_data(tmp_path, capsys):
+    quick = ["stages.0.epochs=1", "data.batch_size=600", "gradient_share_every=0"]
+    posteriors = ("{kind='point'}", "{kind='mean_field'}")
+    for number, posterior in enumerate(posteriors):
+        recipe = load_recipe("distillation/digits-resnet8-de1", [*quick, f"peers.0.posterior={posterior}"])
+        found = train(recipe, tmp_path / str(number), device="cpu")
+        sentence = distill_refused(capsys, tmp_path, found.folder)
+        fitting = "distillation/digits-resnet8-single-kd"
+        assert sentence.endswith(f", or take a recipe for one, such as {fitting}")
+        assert ("set teachers.draws above 1" in sentence) == (number == 1)
+    words = ("distill", found.folder, "--into", fitting, "--run", tmp_path / "student", *QUIET)
+    assert "student" in called(*words, *change("stages.0.epochs=1", "data.batch_size=600"))
 
 
 def test_teachers_of_different_networks_are_refused_where_one_is_picked(runs, tmp_path, capsys):
@@ -579,7 +614,7 @@ def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
         capsys, tmp_path, runs["resnet"], runs["resnet again"], *words, *change("stages.0.perturb.kind=ods")
     )
     assert found == (
-        "stages.0: term 'distil' teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
+        "stages.0.terms.distil: teaches one to one, but peer 'student' has 3 members and there are 2 teachers"
     )  # fmt: skip
 
 
@@ -618,8 +653,8 @@ def test_a_recipe_without_teachers_is_refused(runs, tmp_path, capsys):
     ("setting", "sentence"),
     [
         ("stages.0.perturb={kind='tdiv'}", "perturb 'tdiv' needs teachers, but the recipe has none"),
-        ("stages.0.terms.distil={}", "stages.0: term 'distil' needs teachers, but the recipe has none"),
-        ("stages.0.terms.proxy_end2={}", "stages.0: term 'proxy_end2' needs teachers, but the recipe has none"),
+        ("stages.0.terms.distil={}", "stages.0.terms.distil: needs teachers, but the recipe has none"),
+        ("stages.0.terms.proxy_end2={}", "stages.0.terms.proxy_end2: needs teachers, but the recipe has none"),
     ],
 )
 def test_learning_from_nobody_is_refused(tmp_path, capsys, setting, sentence):

@@ -280,6 +280,15 @@ def test_resume_in_process_reaches_the_bytes_of_the_command(place, whole, copied
     assert lines(copied) == lines(whole)
 
 
+@pytest.mark.parametrize("step", [6, 9])
+def test_terms_and_peers_keep_the_order_of_the_recipe(place, whole, copied, step):
+    for path in copied.glob("checkpoint-*"):
+        if int(path.stem.split("-")[1]) > step:
+            path.unlink()
+    resume(place, copied)
+    assert json.dumps(lines(copied)) == json.dumps(lines(whole))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "header"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(place, whole, copied, damage):
     newest = copied / "checkpoint-000000009.safetensors"

@@ -175,3 +175,17 @@ def test_a_record_of_another_shape_is_one_sentence(runs, capsys, name, text, sen
 def test_a_record_is_no_run(runs, capsys, words):
     found = refused(capsys, *words, runs / "1" / "evaluation.json")
     assert "run folder" in found
+
+
+def test_a_folder_of_runs_is_refused_where_one_run_is_wanted_and_they_are_named(runs, tmp_path, capsys):
+    named = ", ".join(str(runs / name) for name in "12")
+    sentence = f"{runs}: not a run folder, but one of runs; name them one by one: {named}"
+    new = ("--run", tmp_path / "new", *QUIET)
+    assert refused(capsys, "compress", runs, *new) == sentence
+    assert refused(capsys, "distill", runs, *new) == sentence
+    assert refused(capsys, "distill", runs / "1", runs, *new) == f"teachers.runs: {sentence}"
+    assert [record["run"] for record in json.loads(called("size", runs, "--json"))[::2]] == named.split(", ")
+    for number in range(3, 8):
+        shutil.copytree(runs / "1", runs / str(number))
+    assert refused(capsys, "compress", runs, *new).endswith(f"{runs / '5'} and 2 more")
+    assert not (tmp_path / "new").exists()

@@ -308,8 +308,8 @@ BAD = {
                                  "training images: got 9999, digits has 1297"),
     "network": (["peers.0.network=mlp,nope"], "setting peers.0.network=nope: there is no network 'nope'"),
     "a later one": (["peers.0.network=mlp,resnet8", "stages.0.terms.weight_diversity.weight=1"],
-                    "setting peers.0.network=resnet8, stages.0.terms.weight_diversity.weight=1: stages.0: "
-                    "term 'weight_diversity' needs peers of equal shape"),
+                    "setting peers.0.network=resnet8, stages.0.terms.weight_diversity.weight=1: "
+                    "stages.0.terms.weight_diversity: needs peers of equal shape"),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import peerbayes as pb
 from peerbayes import reporting
 from peerbayes.errors import InputError
 from peerbayes.reporting import figures, tables
+from peerbayes.reporting.distilled import draw_diversity
 
 
 def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):
@@ -357,6 +358,18 @@ def test_figures_draw_the_numbers(records):
     assert_real_picture(figures.png(figures.training_figure(metrics())))
 
 
+@pytest.mark.parametrize("epochs", range(1, 6))
+def test_few_epochs_are_counted_by_whole_numbers(epochs):
+    one = {"label": "run", "teachers_apart": [0.1] * epochs, "members_before": [0.1] * epochs}
+    diversity = {"series": [one | {"members_after": [0.2] * epochs}]}
+    for drawn in (figures.training_figure(metrics()[:epochs]), draw_diversity(diversity)):
+        drawn.draw_without_rendering()
+        for axes in drawn.axes:
+            low, high = axes.get_xlim()
+            shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+            assert shown == [*range(1, epochs + 1)], axes.get_ylabel()
+
+
 # ---- one's own modules: fit, load, evaluate ---------------------------------------------------------------------
 
 
@@ -517,3 +530,16 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
 def test_runs_with_other_settings_are_never_averaged_as_if_they_were_seeds():
     one, two, other = (record("dnn", seed, (0.9,), settings=s) for seed, s in ((0, "a"), (1, "a"), (2, "b")))
     assert [len(group) for group in tables.grouped([one, two, other]).values()] == [2, 1]
+
+
+def test_runs_of_a_folder_come_by_their_numbers(tmp_path):
+    alphas = ["dnn", "r-alpha0-seed0", "r-alpha0.25-seed0", "r-alpha0.5-seed2", "r-alpha0.5-seed10", "r-alpha2-seed0"]
+    names = [*alphas, "r-alpha2-seed0-more", "r-alpha10-seed0"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").touch()
+    assert [path.name for path in reporting.find_runs(tmp_path)] == names
+    for name in ("seed10", "seed9"):  # a run of several seeds; what they started from lies beside them
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").touch()
+    assert [path.name for path in reporting.find_runs(tmp_path)] == ["seed9", "seed10"]

@@ -126,16 +126,20 @@ def test_the_table_shows_every_part_and_form(accounts):
     record = accounts["shared"]
     judged = [form | {"accuracy": 0.5, "nll": 1.25, "ece": 0.125} for form in record["forms"]]
     text = reporting.size_table(record | {"forms": judged})
-    for part, size in record["parts"].items():
-        assert any(line.split() == [*part.split(), f"{size:,}", f"{100 * size / record['bytes']:.1f}"] for line in
+    whole = next(form["bytes"] for form in record["forms"] if form["name"] == "float32")
+    for part, size in (record["parts"] | {"total": record["bytes"]}).items():
+        assert any(line.split() == [*part.split(), f"{size:,}", f"{100 * size / whole:.1f}"] for line in
                    text.splitlines())  # fmt: skip
+    assert text.count("% of float32") == 2  # one base for both tables
     for form in record["forms"]:
         words = [*form["name"].split(), f"{form['bytes']:,}", f"{form['percent']:.1f}", "50.00", "1.250", "0.125"]
         assert any(line.split() == words for line in text.splitlines())
     assert f"paper count {record['paper_count']:,} = " in text
     assert f"trainable numbers {record['trainable']:,}" in text
     assert f"beside {record['same_posterior']}:" in text
-    assert "ACC" not in reporting.size_table(accounts["point"])
+    plain = reporting.size_table(accounts["point"])
+    assert "ACC" not in plain
+    assert plain.count("% of network, float32") == 2
 
 
 def spoil(folder, how):

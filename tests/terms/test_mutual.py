@@ -147,6 +147,16 @@ def test_a_graph_that_makes_no_sense_is_refused_by_its_key(graph, sentence):
     learner({"likelihood": {}, "mutual": {"graph": [AB, BA]}})  # there and back are two edges
 
 
+def test_no_edge_pushes_its_student_away():
+    # Against the likelihood a divergence without bound wins: peers are kept apart by the diversity terms, which fade.
+    edge = {"likelihood": {}, "mutual": {"graph": [AB, BA | {"weight": -0.5}]}}
+    for options, key in ((edge, r"graph\.1\.weight"), ({"mutual": {"weight": -0.5}}, "weight")):
+        sentence = rf"^test: stages\.0\.terms\.mutual\.{key}: input should be greater than or equal to 0, got -0\.5$"
+        with pytest.raises(InputError, match=sentence):
+            learner(options)
+    learner({"likelihood": {}, "mutual": {"graph": [AB, BA | {"weight": 0.0}]}})
+
+
 # ---- schedules --------------------------------------------------------------------------------------------------
 
 COSINE = {"schedule": "cosine", "start": 2.0, "end": 0.5, "epochs": 10.0}
@@ -269,7 +279,9 @@ def test_peers_of_different_networks_and_kinds_learn_together_and_equal_shapes_a
     before = batch_loss(found)
     found.run()
     assert all(after < first for after, first in zip(batch_loss(found), before))
-    with pytest.raises(InputError, match=r"term 'weight_diversity' needs peers of equal shape, but 'body\.1\.weight'"):
+    with pytest.raises(
+        InputError, match=r"^stages\.0\.terms\.weight_diversity: needs peers of equal shape, but 'body\.1\.w"
+    ):
         learner({"likelihood": {}, "weight_diversity": {}})
 
 

@@ -545,7 +545,7 @@ def test_the_helper_of_another_peer_is_out_of_reach(user_term):
 
     batch = cohort()
     batch.modules = {("grasping", n): nn.Linear(5, 1) for n in "ab"}
-    with pytest.raises(InputError, match="'grasping' of peer 'a' asked for the helper of peer 'b'"):
+    with pytest.raises(InputError, match=r"^peer 'a' asked for the helper of peer 'b'"):
         value(batch, "grasping", "a")
     assert value(batch, "grasping", "b").requires_grad
 
@@ -621,5 +621,55 @@ def test_a_term_that_returns_no_scalar_is_one_clear_error(user_term, made, said)
     def broken(step, peer):
         return made(step.logits(peer))
 
-    with pytest.raises(InputError, match=f"term 'broken' returned {said}, expected a scalar"):
+    with pytest.raises(InputError, match=rf"^stages\.0\.terms\.broken: returned {said}, expected a scalar"):
         Learner(small_recipe({"broken": {}}), {"a": Point(Tiny())}, image_data(20, (1, 8, 8), 5), 0)
+
+
+class Wide(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.stage3, self.linear = nn.Conv2d(6, 9, 3, 2, 1), nn.Linear(9, 5)
+
+
+FAULTS = {
+    "shape": ({"weight_diversity": {}}, r"weight_diversity: needs peers of equal shape, but 'stage3\.weight' is \(8,"),
+    "layer": (
+        {"feature_diversity": {"layers": ["stage1", "stag2"]}},
+        r"feature_diversity\.layers: Tiny has no layer 'stag2'; did you mean 'stage2'\?$",
+    ),
+    "helper": (
+        {"feature_diversity": {"layers": ["stage1"]}},
+        "feature_diversity: feature fusion needs at least 2 layers, got 1$",
+    ),
+    "features": (
+        {"feature_diversity": {"layers": ["stage3"], "distance": "l2"}},
+        r"feature_diversity\.distance: 'l2' needs features of equal shape, but 'stage3' is \(4, 8, 2, 2\) in 'a' and ",
+    ),
+    "graph": (
+        {"mutual": {"graph": [{"teacher": "a", "student": "c"}]}},
+        r"mutual\.graph: student 'c' is no peer; known: a, b$",
+    ),
+    "teachers": ({"distil": {}}, r"distil: needs teachers, but the recipe has none; add a \[teachers\] table$"),
+}
+
+
+@pytest.mark.parametrize(("given", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_whatever_a_term_refuses_is_told_with_its_full_key(given, sentence):
+    stages = [{"epochs": 1, "terms": {"likelihood": {}} | more} for more in ({}, given)]
+    peers = {"a": Point(Tiny()), "b": Point(Wide())}
+    with pytest.raises(InputError, match=rf"^stages\.1\.terms\.{sentence}"):
+        Learner(small_recipe({}, stages=stages), peers, image_data(20, (1, 8, 8), 5), 0)
+
+
+@pytest.mark.parametrize("update", ["simultaneous", "sequential"])
+def test_a_term_that_refuses_a_later_step_is_told_with_its_full_key_too(user_term, update):
+    @user_term
+    def picky(step, peer):
+        if step.epoch > 0:
+            raise InputError("wants the first step alone")
+        return step.logits(peer).sum()
+
+    recipe = small_recipe({"picky": {}}, update=update, gradient_share_every=0)
+    learner = Learner(recipe, {"a": Point(Tiny())}, image_data(20, (1, 8, 8), 5), 0, engine="eager")
+    with pytest.raises(InputError, match=r"^stages\.0\.terms\.picky: wants the first step alone$"):
+        learner.run()

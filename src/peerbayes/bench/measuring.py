@@ -101,6 +101,8 @@ def run(
     are the same. ``quick`` is hardly anything of everything. After ``budget`` seconds no measurement is started.
     ``student`` is another network for the students and teachers of distillation.
     """
+    if budget is not None and not budget > 0:
+        raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")
     began, place = time.perf_counter(), pick_device(device)
     usual = Plan() if place.type == "cuda" else CPU
     plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual

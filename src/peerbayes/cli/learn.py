@@ -132,6 +132,9 @@ def _train_and_show(
     failed: dict[int, TrainingError] = {}
     with learning.joined(how["device"]) as world:
         shared: dict[str, Any] = {"reporter": reporter(quiet or not world.is_first), "world": world, **how}
+        for job in jobs if resume else ():
+            if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
+                shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
         learning.train_jobs(before, resume=True, **shared)
         runs = learning.train_jobs(jobs, errors=failed, resume=resume or world.any(learning.restarted()), **shared)
         first = world.is_first

@@ -11,7 +11,7 @@ import typer
 from peerbayes.errors import InputError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run; without one, start anew.")]
 Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]

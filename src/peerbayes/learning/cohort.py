@@ -20,8 +20,6 @@ from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 
-Terms = Sequence[tuple[terms.Term, Mapping[str, Any]]]
-
 
 @dataclass
 class Clock:
@@ -81,13 +79,13 @@ def total_and_figures(
     return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
 
 
-def figure_names(chosen: Terms, batch: terms.Batch, peers: Iterable[str]) -> list[str]:
+def figure_names(state: StageState, batch: terms.Batch, peers: Iterable[str]) -> list[str]:
     """Return ``peer|kind|name`` of everything that an epoch averages, in the order of a step's figures."""
     keys = []
     for peer in peers:
-        notes = {term.name: term_value(term, options, batch, peer)[1] for term, options in chosen}
-        keys += [f"{peer}|terms|{name}" for name in notes]
-        keys += [f"{peer}|notes|{note}" for own in notes.values() for note in own]
+        found = state.of_terms(term_value, batch, peer)
+        keys += [f"{peer}|terms|{term.name}" for term, _ in state.terms]
+        keys += [f"{peer}|notes|{note}" for _, notes in found for note in notes]
         keys.append(f"{peer}|train|accuracy")
     return keys
 
@@ -245,7 +243,7 @@ class Cohort:
         # A compiled term is one node of the graph for all peers, which the first peer in turn would use up.
         value_of = self.parts.term_value if self.recipe.update == "simultaneous" else term_value
         with self._own_stream(name):
-            found = [value_of(term, options, batch, name) for term, options in self.state.terms]
+            found = self.state.of_terms(value_of, batch, name)
             notes = [note for _, own in found for note in own.values()]
             values, logits = [value for value, _ in found], batch.outputs[name].logits
             result = self.parts.total_and_figures(values, notes, logits, batch.labels)
@@ -341,7 +339,7 @@ class Cohort:
             batch = self.forward(clock)
             found = []
             for name, posterior in self.peers.items():
-                values = [term.value(batch, name, options) for term, options in self.state.terms]
+                values = [value for value, _ in self.state.of_terms(term_value, batch, name)]
                 parameters = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
                 found.append(torch.stack([norm_and_value(value, parameters, self.world) for value in values]))
             return torch.stack(found)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.data import Dataset, Placement, feed
-from peerbayes.errors import InputError, TrainingError, reason, within
+from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.learning.cohort import Cohort
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
@@ -25,13 +25,12 @@ from peerbayes.learning.probe import Probe
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import note_shares
-from peerbayes.learning.stages import StageState, learning_rate
+from peerbayes.learning.stages import StageState, learning_rate, of_term
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
 from peerbayes.sharing import merge_trained
-from peerbayes.terms.mutual import lessons
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
@@ -110,7 +109,7 @@ class Learner:
         self._keys: list[list[str]] = [[] for _ in recipe.stages]  # names of figures by stage
         for number in range(len(recipe.stages)):
             self._begin_stage(number)
-            self._keys[number] = self._probe.figures(f"stages.{number}")
+            self._keys[number] = self._probe.figures()
         if synchronise:
             for posterior in self.peers.values():
                 synchronise_batch_norm(posterior.network, world)
@@ -175,11 +174,8 @@ class Learner:
         stage = self.recipe.stages[number]
         address, place = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
         for term, options in stage.terms.items():
-            with within(f"{place}.terms.{term}.layers"):
+            with of_term(place, term):
                 self._probe.find_layers(options.get("layers", []))
-            if term == "mutual":
-                with within(f"{place}.terms.{term}.graph"):
-                    lessons(options, list(self.peers))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
         state = StageState(stage, self.peers, shapes, address, place)
         self.cohort.begin_stage(state, stage.layers, self._keys[number])

@@ -26,9 +26,9 @@ class Position:
         self.shares, self.inert, self.best = {}, {}, {}
 
     def add(self, keys: Sequence[str], sums: Sequence[float]) -> None:
-        """Add sums of steps' figures, named ``peer|kind|name``, to those of the epoch."""
-        for key, value in zip(keys, sums, strict=True):
-            self.sums[key] = self.sums.get(key, 0.0) + value
+        """Add sums of steps' figures, named ``peer|kind|name``, to those of the epoch, in the order of the keys."""
+        # Those of a checkpoint come by the alphabet.
+        self.sums = {key: self.sums.get(key, 0.0) + value for key, value in zip(keys, sums, strict=True)}
 
     def end_epoch(self, steps: int) -> dict[str, dict[str, Any]]:
         """Return what the epoch was to each peer, on average over its steps; the sums begin anew."""
@@ -40,6 +40,6 @@ class Position:
             line["loss"] = sum(line["terms"].values())
             line["train_accuracy"] = line.pop("train")["accuracy"]
             if name in self.shares:
-                line["gradient_share"] = self.shares[name]
+                line["gradient_share"] = {term: self.shares[name][term] for term in line["terms"]}
         self.sums = {}
         return peers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peerbayes import noise, terms
 from peerbayes.data import Dataset, augment, to_unit
-from peerbayes.errors import InputError, reason, within
+from peerbayes.errors import InputError, OptionError, reason, within
 from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
 from peerbayes.learning.teachers import run_plain
 from peerbayes.networks import find_layer
@@ -32,8 +32,8 @@ class Probe:
         self.images, self.labels = data.train.batch(torch.arange(min(4, len(data.train))), cohort.device)
         augment(self.images, cohort.recipe.data.augment, Address())  # texts can't be
 
-    def figures(self, stage: str) -> list[str]:
-        """Try the terms of the cohort's stage, which has that key in the recipe; return the names of its figures."""
+    def figures(self) -> list[str]:
+        """Try the terms of the cohort's stage; return the names of its figures."""
         cohort, outputs = self.cohort, {}
         for name, posterior in cohort.peers.items():
             logits, features, weights = self._try_network(name, cohort.layers)
@@ -47,14 +47,15 @@ class Probe:
             0.0,
             teachers=self._try_teachers(to_unit(self.images)),
         )
-        with torch.no_grad(), within(stage):
-            return figure_names(cohort.state.terms, found, cohort.peers)
+        with torch.no_grad():
+            return figure_names(cohort.state, found, cohort.peers)
 
     def find_layers(self, layers: list[str]) -> None:
-        """Refuse layers that any network has not."""
-        for posterior in self.cohort.peers.values():
-            for layer in layers:
-                find_layer(posterior.network, layer)
+        """Refuse layers, an option of that name, that any network has not."""
+        with within("layers", OptionError):
+            for posterior in self.cohort.peers.values():
+                for layer in layers:
+                    find_layer(posterior.network, layer)
 
     def shapes(self, peer: str, layers: list[str]) -> terms.Shapes:
         """Return the shapes of a peer's features at some layers, and the number of classes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.posteriors import Posterior, storage
 from peerbayes.schema import Strict, Table
+
+NAMED = 5  # runs that a sentence lists
 
 
 class _Inputs(Strict):
@@ -89,7 +92,7 @@ class Run(Mapping[str, Posterior]):
     def __init__(self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None) -> None:
         self.folder = Path(folder)
         if not (self.folder / "recipe.toml").is_file():
-            raise InputError(f"{self.folder}: not a run folder (it has no recipe.toml)")
+            raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
         self.recipe = load_recipe(self.folder / "recipe.toml")
         self.about: dict[str, Any] = read_json(self.folder / "run.json")
         _About.parse(self.about, str(self.folder / "run.json"))
@@ -177,6 +180,27 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
+    # What the seeds of a run started from lies beside them, and was not asked for.
+    found = list(folder.glob("seed[0-9]*/recipe.toml")) or folder.glob("*/recipe.toml")
+    return sorted((path.parent for path in found), key=lambda run: (_by_number(run.name), run.name))
+
+
+def _why(folder: Path) -> str:
+    """Return why a folder is no run's, as the end of a sentence; runs in it are named."""
+    below = [str(run) for run in runs_below(folder)]
+    if not below:
+        return " (it has no recipe.toml)"
+    more = f" and {len(below) - NAMED} more" if below[NAMED:] else ""
+    return f", but one of runs; name them one by one: {', '.join(below[:NAMED])}{more}"
+
+
+def _by_number(name: str) -> list[str | float]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)  # words and numbers in turn
+    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) -> Run:

@@ -17,7 +17,7 @@ from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.stages import seeded
-from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.teachers import SEVERAL, Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
@@ -208,7 +208,13 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
     for source in recipe.teachers.runs:
         path = Path(source).expanduser()
         folder = path.parent if path.suffix == ".safetensors" else path
-        known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
+        if source not in packaged() and not path.exists() and _looks_like_a_path(source):
+            raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
+        if folder.is_dir() and not (folder / "recipe.toml").is_file():
+            with within("teachers.runs"):
+                peers_at(path)  # knows what is wrong with it
+        with within("teachers.runs"):
+            known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
         where = str(folder.resolve()) if folder.exists() else source
         for peer in known[-1].peers:
             if folder != path and path.name != f"weights-{peer.name}.safetensors":
@@ -217,6 +223,8 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
                 raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
             taught[where, peer.name] = peer
     count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
+    if count == 1:
+        _refuse_comparing(recipe, next(iter(taught.values())))
     table = recipe.model_dump(exclude_none=True)
     table["teachers"]["runs"] = [
         str(path.resolve()) if (path := Path(source).expanduser()).exists() else source
@@ -228,6 +236,33 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         if peer["posterior"].get("members") == 0:
             peer["posterior"]["members"] = count
     return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def _refuse_comparing(recipe: Recipe, teacher: Peer) -> None:
+    """Refuse a recipe that compares teachers, where there is one; name one that does not, if possible of its data."""
+    kinds = [(place, stage.perturb.kind) for place, stage in enumerate(recipe.stages) if stage.perturb is not None]
+    for place, kind in kinds:
+        if kind in SEVERAL:
+            fitting = [name for name in packaged() if name.endswith("-single-kd") and _is_of(name, recipe, teacher)]
+            more = "set teachers.draws above 1" if _has_draws(teacher) else "give it two or more"
+            raise InputError(
+                f"stages.{place}.perturb: '{kind}' compares teachers, but there is only one; {more}, or take a recipe "
+                f"for one, such as {next(iter(fitting), 'distillation/kd')}"
+            )
+
+
+def _is_of(name: str, recipe: Recipe, teacher: Peer) -> bool:
+    found = load_recipe(name)
+    return found.data.name == recipe.data.name and found.peers[0].network == teacher.network
+
+
+def _looks_like_a_path(source: str) -> bool:
+    """Return whether whoever wrote this meant a run, by its place on the disk, and not a recipe."""
+    path = Path(source).expanduser()
+    if path.suffix == ".toml":
+        return False
+    beside = path.parent != Path() and path.parent.is_dir()
+    return source.startswith((".", "~")) or path.is_absolute() or path.suffix == ".safetensors" or beside
 
 
 def _has_draws(peer: Peer) -> bool:

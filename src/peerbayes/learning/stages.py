@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,19 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
 
 SHARED = "*"  # owner of helpers that serve all peers
+T = TypeVar("T")
+
+
+def of_term(stage: str, term: str) -> AbstractContextManager[None]:
+    """Put a term's full key before what is found to be wrong with it inside the block.
+
+    Terms do not say who they are: this is where their faults get a name, whoever asks them.
+
+    Args:
+        stage: the stage's key in its recipe.
+        term: the term's name.
+    """
+    return within(f"{stage}.terms.{term}")
 
 
 def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> float:
@@ -119,7 +133,7 @@ class StageState:
         module: nn.Module | None = None
         for name, posterior in peers.items():
             if shared is None:
-                with seeded(address.sub(f"{term.name}/{name}")), within(f"{self.place}.terms.{term.name}"):
+                with seeded(address.sub(f"{term.name}/{name}")), of_term(self.place, term.name):
                     module = term.build(shapes[name], options)
                 if module is None:
                     continue
@@ -130,6 +144,14 @@ class StageState:
                 self.parameters.setdefault(owner, {}).update(own)
             assert module is not None
             self.modules[term.name, name] = module
+
+    def of_terms(self, ask: Callable[..., T], batch: terms.Batch, peer: str) -> list[T]:
+        """Return ``ask(term, options, batch, peer)`` for every term, in the recipe's order."""
+        found = []
+        for term, options in self.terms:
+            with of_term(self.place, term.name):
+                found.append(ask(term, options, batch, peer))
+        return found
 
     def set_learning_rate(self, value: float) -> None:
         """Set the learning rate of every optimiser."""

@@ -21,6 +21,7 @@ from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
+SEVERAL = (*PAIRS, "bald")  # and those that need more than one
 PART = 32  # images of one pair, where the effect of a step is looked at: a batch has one alone
 
 
@@ -182,8 +183,11 @@ class Perturbation:
             return
         if teachers is None:
             raise InputError(f"perturb '{self.kind}' needs teachers, but the recipe has none; add a [teachers] table")
-        if self.kind in (*PAIRS, "bald") and len(teachers) < 2:
-            raise InputError(f"perturb '{self.kind}' compares teachers, but there is only one; give it two or more")
+        if self.kind in SEVERAL and len(teachers) < 2:
+            raise InputError(
+                f"perturb '{self.kind}' compares teachers, but there is only one; give it two or more, or take a "
+                "recipe for one, such as distillation/kd"
+            )
         if self.kind != "bald" and not teachers.alike:
             raise InputError(f"perturb '{self.kind}' picks teachers at random, which must have one network in common")
         if self.kind == "tdiv_sdiv":

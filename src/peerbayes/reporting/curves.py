@@ -13,13 +13,12 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors import storage
 from peerbayes.reporting import against_bytes, confidence, distilled, entropy, pipeline, weights
 from peerbayes.reporting import alphas as numbers
-from peerbayes.reporting.figures import COLOURS, MARKERS, draw_heat_map, panels
+from peerbayes.reporting.figures import COLOURS, MARKERS, draw_heat_map, name_epochs, panels
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
@@ -233,10 +232,9 @@ def _epochs(found: Record, columns: Sequence[Sequence[str]]) -> Figure:
                     style = styles[series["peer"], key if len(keys) > 1 else columns[0][0]]
                     look = looks[_label(series["alpha"])]
                     _line(axes, series["epochs"], series[key], LABELS[key][1], look, style)
-            axes.set_xlabel("epoch")
+            name_epochs(axes)
             axes.set_ylabel("loss (nats)" if len(keys) > 1 else LABELS[keys[0]][0])
             axes.set_title(_heading(experiment))
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     # Colours and markers are alphas, styles are peers and losses.
     handles = [Line2D([], [], label=title, markersize=4, **looks[title]) for title in titles]
     if len(styles) > 1:

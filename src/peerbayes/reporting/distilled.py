@@ -22,7 +22,7 @@ from peerbayes.learning.sources import Job, build_teachers
 from peerbayes.learning.teachers import Perturbation, Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
-from peerbayes.reporting.figures import COLOURS, panels
+from peerbayes.reporting.figures import COLOURS, name_epochs, panels
 from peerbayes.reporting.groups import open_runs
 
 Record = dict[str, Any]
@@ -167,7 +167,7 @@ def draw_diversity(found: Record) -> Figure:
         place.axhline(0, color="black", linewidth=0.8)
         place.set_ylabel(f"change of KL between two {who} (nats)")
     for place in (axes, *others):
-        place.set_xlabel("epoch")
+        name_epochs(place)
         place.legend(frameon=False, fontsize=7)
     return figure
 

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from peerbayes.learning import Sweep
@@ -130,6 +130,12 @@ def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
     return {"edges": found[0]["edges"], **{key: values.tolist() for key, values in shares.items()}}
 
 
+def name_epochs(axes: Any) -> None:
+    """Let an axis count epochs: there are no halves of them, however few they are."""
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
     figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
@@ -146,7 +152,7 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
             ]
             if points:  # shares may not have been measured
                 axes.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=term)
-        axes.set_xlabel("epoch")
+        name_epochs(axes)
         axes.set_ylabel(name)
         axes.set_yscale("symlog" if key == "terms" else "log", **({"linthresh": 1e-3} if key == "terms" else {}))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)

@@ -142,12 +142,14 @@ def size_table(record: Record) -> str:
         )
     lines += [f"trainable numbers {record['trainable']:,}", ""]
     parts = record["parts"] | {"total": record["bytes"]}
-    rows = [(name, f"{size:,}", f"{100 * size / record['bytes']:.1f}") for name, size in parts.items()]
-    lines += [*aligned([("part", "bytes", "%"), *rows], left=1), ""]
+    base = record["forms"][1]  # of all percentages, so that parts and forms can be compared
+    share = f"% of {base['name']}"
+    rows = [(name, f"{size:,}", f"{100 * size / base['bytes']:.1f}") for name, size in parts.items()]
+    lines += [*aligned([("part", "bytes", share), *rows], left=1), ""]
     if shared:
         lines.append(f"beside {'its own means and scales' if same is None else same}:")
     judged = {title: how for title, how in FIGURES.items() if how[0] in record["forms"][0]}
-    table = [("", "bytes", "%", *judged)]
+    table = [("", "bytes", share, *judged)]
     for form in record["forms"]:
         figures = [f"{form[key] * factor:.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]
         table.append((form["name"], f"{form['bytes']:,}", f"{form['percent']:.1f}", *figures))

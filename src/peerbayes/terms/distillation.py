@@ -40,8 +40,7 @@ def distil(
     if teachers == "one_to_one":
         if members != len(targets):
             raise InputError(
-                f"term 'distil' teaches one to one, but peer '{peer}' has {members} members and there are "
-                f"{len(targets)} teachers"
+                f"teaches one to one, but peer '{peer}' has {members} members and there are {len(targets)} teachers"
             )
         target = targets
     elif teachers == "mean":

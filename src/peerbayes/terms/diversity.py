@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerbayes import divergences
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, OptionError
 from peerbayes.terms.fusion import Fusion, vectors
 from peerbayes.terms.registry import Shapes, term
 from peerbayes.terms.step import Step
@@ -109,8 +109,7 @@ def feature_diversity(
     def apart(other: str) -> Tensor:
         if step.members(other) != step.members(peer):
             raise InputError(
-                f"term 'feature_diversity' compares rows, but peer '{peer}' has {step.members(peer)} members and "
-                f"'{other}' {step.members(other)}"
+                f"compares rows, but peer '{peer}' has {step.members(peer)} members and '{other}' {step.members(other)}"
             )
         if distance == "kernel_kl":
             found = divergences.kernel_kl(conditional(other), conditional(peer))
@@ -153,9 +152,9 @@ def _raw_distance(step: Step, peer: str, other: str, layers: list[str], distance
     for layer in layers:
         mine, theirs = step.features(peer, layer), step.features(other, layer)
         if mine.shape != theirs.shape:
-            raise InputError(
-                f"term 'feature_diversity' with distance '{distance}' needs features of equal shape, but '{layer}' is "
-                f"{tuple(mine.shape)} in '{peer}' and {tuple(theirs.shape)} in '{other}'"
+            raise OptionError(
+                f"distance: '{distance}' needs features of equal shape, but '{layer}' is {tuple(mine.shape)} in "
+                f"'{peer}' and {tuple(theirs.shape)} in '{other}'"
             )
         gap = mine - theirs
         values.append(gap.abs().mean() if distance == "l1" else gap.square().mean())

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from peerbayes import divergences
-from peerbayes.errors import InputError, nearest
+from peerbayes.errors import OptionError, nearest
 from peerbayes.schema import Strict
 from peerbayes.terms.registry import term
 from peerbayes.terms.schedules import NotNegative, Schedule, value_at
@@ -28,7 +28,7 @@ class Edge(Strict):
     student: str
     alpha: NotNegative | Schedule | None = None
     temperature: Temperature | None = None
-    weight: float | None = None
+    weight: NotNegative | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
 def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[str]) -> Lesson:
     for role in ("teacher", "student"):
         if edge[role] not in peers:
-            raise InputError(f"{role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
+            raise OptionError(f"graph: {role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
     own = {key: edge.get(key, value) for key, value in common.items()}
     return Lesson(edge["teacher"], edge["student"], **own)
 
@@ -87,7 +87,7 @@ def mutual(
     step: Step,
     peer: str,
     *,
-    weight: float = 1.0,
+    weight: NotNegative = 1.0,
     temperature: Temperature = 1.0,
     alpha: NotNegative | Schedule = 1.0,
     graph: Graph = "all",

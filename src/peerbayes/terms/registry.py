@@ -49,7 +49,7 @@ class Term:
         value = self.function(Step(batch, peer, self.name), peer, **options)
         if not isinstance(value, Tensor) or value.dim():
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"term '{self.name}' returned {found}, expected a scalar")
+            raise InputError(f"returned {found}, expected a scalar")
         return value
 
 

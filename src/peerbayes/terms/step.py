@@ -113,7 +113,7 @@ class Step:
     def teachers(self) -> Tensor:
         """Return the logits of all teachers, (M, B, C), which do not learn."""
         if self._batch.teachers is None:
-            raise InputError(f"term '{self._term}' needs teachers, but the recipe has none; add a [teachers] table")
+            raise InputError("needs teachers, but the recipe has none; add a [teachers] table")
         return self._batch.teachers
 
     def features(self, peer: str, layer: str) -> Tensor:
@@ -152,16 +152,15 @@ class Step:
             if mine.get(name) != theirs.get(name):
                 shapes = [tuple(s) if s is not None else "no such tensor" for s in (mine.get(name), theirs.get(name))]
                 raise InputError(
-                    f"term '{self._term}' needs peers of equal shape, but '{name}' is {shapes[0]} in '{peer}' "
-                    f"and {shapes[1]} in '{other}'"
+                    f"needs peers of equal shape, but '{name}' is {shapes[0]} in '{peer}' and {shapes[1]} in '{other}'"
                 )
 
     def module(self, peer: str) -> nn.Module:
         """Return this term's trainable helper for its own peer; what others made with theirs comes by `derived`."""
         if peer != self._owner:  # a module cannot be handed out detached
             raise InputError(
-                f"term '{self._term}' of peer '{self._owner}' asked for the helper of peer '{peer}'; "
-                "use step.derived for what that peer makes with it"
+                f"peer '{self._owner}' asked for the helper of peer '{peer}'; use step.derived for what that "
+                "peer makes with it"
             )
         return self._batch.modules[self._term, peer]
 
