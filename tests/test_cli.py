@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import peerbayes
 from commands import QUIET, called, change, contents, ended, process, refused, save_npz, write_small
-from peerbayes import cli, networks, reporting
+from peerbayes import cli, networks
 from peerbayes.learning import Recipe, Run, load_recipe, packaged
 from peerbayes.learning.space import parse_axes
 from peerbayes.posteriors import storage
@@ -93,24 +93,6 @@ def test_evaluate_writes_the_record_that_train_would_have_and_no_other(trained, 
     (run / "evaluation.json").write_text("{}")  # judged anew
     called("evaluate", run, "--device", "cpu")
     assert (run / "evaluation.json").read_bytes() == before["evaluation.json"]
-
-
-def test_evaluating_again_with_fewer_options_loses_nothing_that_is_still_true(trained, tmp_path):
-    run = Path(shutil.copytree(trained[0], tmp_path / "run"))
-    other, path = str(trained[0].parent / "small.npz"), run / "evaluation.json"
-    rich = reporting.evaluate(run, out_of_distribution=[other], corrupted="made", device="cpu")
-    reporting.write_report(Run(run), rich)
-    assert json.loads(path.read_text()) == rich
-    called("evaluate", run, "--device", "cpu")
-    assert json.loads(path.read_text()) == rich
-    assert f"Entropy of predictions, on the test split and on {other}" in (run / "report.html").read_text()
-    # Figures of other draws, and of other weights, are not those of this run.
-    again = trained[1]
-    strange = {**rich, "peers": [{**peer, "nll": 1.1 * peer["nll"]} for peer in rich["peers"]]}
-    for stale in ({**rich, "draws": 7}, strange, {**rich, "peers": 3}, {"peers": []}, []):
-        path.write_text(json.dumps(stale))
-        called("evaluate", run, "--device", "cpu")
-        assert json.loads(path.read_text()) == again
 
 
 def test_evaluate_shows_the_figures_of_a_run_that_can_not_be_written_to(trained, capsys, monkeypatch):

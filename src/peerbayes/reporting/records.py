@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from peerbayes import evaluation
 from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
-from peerbayes.learning.run import pick_device, read_json, runs_below
+from peerbayes.learning.run import pick_device, runs_below
 from peerbayes.posteriors import Posterior, RankOne, predict_split, storage
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
 
 Record = dict[str, Any]
-SAME = ("recipe", "settings", "seed", "dataset", "draws", "settle", "ece_bins")  # what makes figures comparable
 
 
 def evaluate(
@@ -225,34 +223,6 @@ def plain(values: Tensor) -> list[float | None]:
 def write_record(path: Path, record: Record | list[Record]) -> None:
     """Write a record (or several) as JSON, atomically."""
     storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def with_earlier(record: Record, path: Path) -> Record:
-    """Return a record with what an earlier one, in a file, holds besides, if it is of the same weights and draws.
-
-    That is what was asked for then and not now: other data sets, corrupted images, averaged members.
-    """
-    try:
-        before = read_json(path)
-        judged = zip(record["peers"], before["peers"], strict=True)
-        # Another device rounds otherwise; other weights differ by more.
-        alike = all(
-            new["name"] == old["name"] and math.isclose(new["nll"], old["nll"], rel_tol=0.01) for new, old in judged
-        )
-        if not alike or any(record[key] != before[key] for key in SAME):
-            return record
-        peers = [_with_more(new, old) for new, old in zip(record["peers"], before["peers"], strict=True)]
-        both = {"ensemble": _with_more(record["ensemble"], before["ensemble"])} if "ensemble" in record else {}
-    except (InputError, LookupError, AttributeError, TypeError, ValueError):  # none, or nothing that can be relied on
-        return record
-    return {**record, "peers": peers, **both}
-
-
-def _with_more(new: Record, old: Record) -> Record:
-    found = {key: old[key] for key in ("corrupted", "averaged") if key in old} | new
-    outside = new.get("out_of_distribution", {})
-    others = {name: figures for name, figures in old.get("out_of_distribution", {}).items() if name not in outside}
-    return found | ({"out_of_distribution": {**outside, **others}} if others else {})
 
 
 def find_runs(folder: str | Path) -> list[Path]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from peerbayes.learning import Run
 from peerbayes.posteriors import storage
 from peerbayes.reporting import figures, graph, tables
-from peerbayes.reporting.records import Record, with_earlier, write_record
+from peerbayes.reporting.records import Record, write_record
 from peerbayes.reporting.weights import shared_picture
 
 
@@ -67,8 +67,7 @@ def _table(records: Sequence[Record], columns: tables.Columns) -> dict[str, Any]
 
 
 def write_report(run: Run, record: Record) -> None:
-    """Write a run's record and its page into its folder; what else was measured of it before stays."""
-    record = with_earlier(record, run.folder / "evaluation.json")
+    """Write a run's record and its page into its folder."""
     lines = {"The terms over the epochs, averaged over peers.": run.metrics}
     page = report_page([record], run.recipe.title, lines, shared_picture(run))
     write_record(run.folder / "evaluation.json", record)
