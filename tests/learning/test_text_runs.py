@@ -11,6 +11,7 @@ from commands import ended
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_recipe, train
+from peerbayes.reporting import evaluate
 
 WORDS = {
     1: "goal match team player coach score win league cup season",
@@ -112,6 +113,16 @@ def test_a_damaged_vocabulary_is_named(place, capsys, monkeypatch):
     path.write_text(path.read_text().replace("goal", "gaol", 1))
     assert ended("evaluate", "runs/t") == 2
     assert "vocabulary.json" in capsys.readouterr().err
+
+
+def test_a_run_that_lost_its_vocabulary_is_not_judged_by_another(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
+    (place / "runs" / "t" / "vocabulary.json").unlink()
+    assert ended("evaluate", "runs/t") == 2
+    assert "vocabulary.json: no such file" in capsys.readouterr().err
+    with pytest.raises(InputError, match="vocabulary.json: no such file"):
+        evaluate("runs/t")
 
 
 @pytest.mark.parametrize(
