@@ -121,7 +121,7 @@ def test_a_run_that_lost_its_vocabulary_is_not_judged_by_another(place, capsys, 
     (place / "runs" / "t" / "vocabulary.json").unlink()
     assert ended("evaluate", "runs/t") == 2
     assert "vocabulary.json: no such file" in capsys.readouterr().err
-    with pytest.raises(InputError, match="vocabulary.json: no such file"):
+    with pytest.raises(InputError, match=r"vocabulary\.json: no such file"):
         evaluate("runs/t")
 
 
