@@ -474,6 +474,23 @@ def test_an_inert_term_is_named_once_a_peer_and_a_weight_of_zero_is_not():
         )
 
 
+@pytest.mark.parametrize(
+    "mutual",
+    [
+        {"alpha": {"schedule": "linear", "start": 0.0, "end": 2.0, "epochs": 3.0}},
+        {"alpha": {"schedule": "cosine", "start": 2.0, "end": 0.0, "epochs": 1.0}},
+        {"alpha": {"schedule": "steps", "values": [1.0, 0.0], "at": [1.0]}},
+        {"graph": [{"teacher": "a", "student": "b", "alpha": 0.0}, {"teacher": "b", "student": "a"}]},
+    ],
+    ids=str,
+)
+def test_an_alpha_that_is_zero_at_times_is_not_called_inert(mutual):
+    recorder = Recorder()
+    given = {"likelihood": {}, "mutual": mutual}
+    Learner(made_recipe(stage(3, given), gradient_share_every=1), peers(), made_data(), 0, reporter=recorder).run()
+    assert recorder.warnings == []
+
+
 @pytest.mark.parametrize("graph", ["best_to_rest", [{"teacher": "a", "student": "b"}]], ids=str)
 def test_what_has_nothing_to_say_to_a_peer_is_not_called_inert(graph):
     # A point has no KL, and the one who teaches learns nothing.

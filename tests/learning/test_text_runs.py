@@ -11,6 +11,7 @@ from commands import ended
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_recipe, train
+from peerbayes.reporting import evaluate
 
 WORDS = {
     1: "goal match team player coach score win league cup season",
@@ -112,6 +113,33 @@ def test_a_damaged_vocabulary_is_named(place, capsys, monkeypatch):
     path.write_text(path.read_text().replace("goal", "gaol", 1))
     assert ended("evaluate", "runs/t") == 2
     assert "vocabulary.json" in capsys.readouterr().err
+
+
+def test_a_run_that_lost_its_vocabulary_is_not_judged_by_another(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
+    (place / "runs" / "t" / "vocabulary.json").unlink()
+    assert ended("evaluate", "runs/t") == 2
+    assert "vocabulary.json: no such file" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"vocabulary\.json: no such file"):
+        evaluate("runs/t")
+
+
+@pytest.mark.parametrize("use", ["start_from", "teachers"])
+def test_weights_of_a_run_with_other_numbers_for_the_same_words_are_refused(place, use, monkeypatch):
+    monkeypatch.chdir(place)
+    train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
+    folder = str(place / "runs" / "t")
+    changes = {
+        "start_from": ["stages.0.epochs=1", f"peers.a.start_from={folder}/weights-a.safetensors"],
+        "teachers": ["stages.0.epochs=1", "stages.0.terms.distil={}", f'teachers={{runs=["{folder}"]}}'],
+    }[use]
+    train(load_recipe("mine.toml", [*changes, "data.text.length=12"]), "runs/same")
+    again = [row for row in rows(64, 0) if row[0] == 2]  # other counts, so another order of as many words
+    write(place / "news" / "train.csv", [*rows(64, 0), *again])
+    with pytest.raises(InputError, match=r"vocabulary\.json: has other numbers for words"):
+        train(load_recipe("mine.toml", changes), "runs/other")
+    assert not (place / "runs" / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,16 @@ def test_weight_diversity_refuses_other_shapes_by_tensor():
         value(batch, "weight_diversity")
 
 
+@pytest.mark.parametrize("point", ["a", "b"])
+@pytest.mark.parametrize("distance", ["kl", "symmetric_kl"])
+def test_a_divergence_of_weights_is_not_taken_of_a_point(distance, point):
+    batch = cohort()
+    batch.outputs[point] = cohort(kind=Point).outputs[point]
+    assert number(value(batch, "weight_diversity")) > 0
+    with pytest.raises(InputError, match=f"distance = '{distance}' needs Bayesian peers, but '{point}' is a point"):
+        value(batch, "weight_diversity", distance=distance)
+
+
 @pytest.fixture(scope="module")
 def resnets():
     inputs = networks.Inputs(100, (3, 8, 8), (0.5,) * 3, (0.25,) * 3)

@@ -25,7 +25,7 @@ def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
     """Judge a run on its test split, with data that other runs may share."""
     from peerbayes import reporting
 
-    data = loaded(run.recipe, run.folder / "vocabulary.json")
+    data = loaded.of(run)
     return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 

@@ -222,7 +222,13 @@ class Loaded:
 
     def __call__(self, recipe: Recipe, vocabulary: Path | None = None) -> Dataset:
         """Return a recipe's data; with the vocabulary of a run that goes on, where there is that file."""
-        known = Vocabulary.load(vocabulary) if vocabulary is not None and vocabulary.is_file() else None
+        return self._with(recipe, Vocabulary.load(vocabulary) if vocabulary and vocabulary.is_file() else None)
+
+    def of(self, run: Run) -> Dataset:
+        """Return a run's data, with its vocabulary."""
+        return self._with(run.recipe, run.vocabulary)
+
+    def _with(self, recipe: Recipe, known: Vocabulary | None) -> Dataset:
         key = recipe.data.model_dump_json(include=DATA_KEYS) + (known.digest if known is not None else "")
         if key not in self._found:
             self._found[key] = load_data(recipe, self.root, known)

@@ -135,6 +135,9 @@ class Run(Mapping[str, Posterior]):
     def vocabulary(self) -> Vocabulary | None:
         """What the run's texts were encoded with; None for images."""
         path = self.folder / "vocabulary.json"
+        if not path.is_file() and (self.about.get("inputs") or {}).get("tokens"):
+            # One of another training split would give other numbers to the same words, and no error.
+            raise InputError(f"{path}: no such file; the run's texts can't be encoded as they were without it")
         return Vocabulary.load(path) if path.is_file() else None
 
     def weights_file(self, peer: str) -> Path:

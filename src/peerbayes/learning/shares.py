@@ -38,14 +38,23 @@ def shares_of(norms: Mapping[str, float]) -> dict[str, float]:
     return {term: norm / whole for term, norm in known.items()}
 
 
-def _on_purpose(measured: Sequence[float], options: Mapping[str, Any]) -> bool:
+def _on_purpose(peer: str, measured: Sequence[float], options: Mapping[str, Any]) -> bool:
     """Return whether a term has nothing to say to a peer by what it is.
 
-    It is switched off, its value is a constant 0 (the KL of a point, lessons of a peer whom nobody teaches), or the
-    peer is the best, who teaches the rest.
+    It is switched off (for all, in every lesson of the peer, or at an end of a schedule), its value is a constant 0
+    (the KL of a point, lessons of a peer whom nobody teaches), or the peer is the best, who teaches the rest.
     """
-    (norm, value), off = measured, 0 in map(options.get, OFF)
-    return off or (value == 0 and (math.isnan(norm) or options.get("graph") == "best_to_rest"))
+    (norm, value), graph = measured, options.get("graph")
+    edges = [edge for edge in graph if edge["student"] == peer] if isinstance(graph, list) else [{}]
+    off = all(any(_reaches_zero({**options, **edge}.get(key)) for key in OFF) for edge in edges)
+    return off or (value == 0 and (math.isnan(norm) or graph == "best_to_rest"))
+
+
+def _reaches_zero(option: Any) -> bool:
+    """Return whether an option is 0, or a schedule that is 0 at times."""
+    if isinstance(option, Mapping):
+        return 0 in (option.get("start"), option.get("end"), *option.get("values", ()))
+    return bool(option == 0)
 
 
 def newly_inert(shares: Mapping[str, float], counts: dict[str, int], peer: str) -> list[str]:
@@ -76,7 +85,7 @@ def note_shares(
         position: where the run stands.
     """
     shares = position.shares[peer] = shares_of({term: norm for term, (norm, _) in measured.items()})
-    wanted = {term: share for term, share in shares.items() if not _on_purpose(measured[term], options[term])}
+    wanted = {term: share for term, share in shares.items() if not _on_purpose(peer, measured[term], options[term])}
     if position.stage_step == 0:
         wanted = {term: share for term, share in wanted.items() if not options[term].get("anneal")}
     return [

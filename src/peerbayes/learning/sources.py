@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from peerbayes import networks
-from peerbayes.data import Dataset
+from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, within
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
@@ -50,6 +50,8 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
     source = source_of(peer, recipe, seed, runs)
     if isinstance(source, Job):
         source = _only_weights(Run(source.folder), peer)
+    if source is not None:
+        _refuse_other_words(source.parent, loaded)
     inputs = network_inputs(loaded)
     if isinstance(peer.posterior, SharedOptions):
         return _shared(peer, peer.posterior, source, loaded, seed, device)
@@ -197,6 +199,17 @@ def _refuse_strangers(run: Run, loaded: Dataset) -> None:
         raise InputError(f"teacher {run.folder}: knows {classes} classes, but {loaded.name} has {loaded.classes}")
     if shape != tuple(loaded.shape):
         raise InputError(f"teacher {run.folder}: takes inputs of shape {shape}, but {loaded.name} has {loaded.shape}")
+    _refuse_other_words(run.folder, loaded)
+
+
+def _refuse_other_words(folder: Path, loaded: Dataset) -> None:
+    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
+    path = folder / "vocabulary.json"
+    if loaded.vocabulary is None or not path.is_file():
+        return
+    if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
+        raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
+                         "here; expected the texts and data.text that the run was trained with")  # fmt: skip
 
 
 def fitted_to_teachers(recipe: Recipe) -> Recipe:

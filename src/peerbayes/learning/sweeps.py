@@ -268,7 +268,7 @@ class _Trainer:
         self.study.fail(claim, reason)
 
     def _figures(self, run: Run) -> dict[str, float]:
-        held = self.loaded(run.recipe, run.folder / "vocabulary.json").validation
+        held = self.loaded.of(run).validation
         assert held is not None
         options = run.recipe.evaluation
         found = []

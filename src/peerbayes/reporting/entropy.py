@@ -34,7 +34,7 @@ def entropy(
         raise InputError("figure entropy: no recipe names a data set from elsewhere; give one by --ood")
     loaded, records = Loaded(root), []
     for run in runs:
-        data = loaded(run.recipe, run.folder / "vocabulary.json")
+        data = loaded.of(run)
         record = evaluate(run, out_of_distribution=names, data=data, device=device, root=root)
         records.append({**record, "folder": str(run.folder)})
     series = []

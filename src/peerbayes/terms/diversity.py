@@ -62,6 +62,7 @@ def _weight_distance(step: Step, peer: str, other: str, distance: str) -> Tensor
     mine, theirs = (step.mean(peer), step.std(peer)), (step.mean(other), step.std(other))
     if distance == "w2":
         return divergences.wasserstein2(*mine, *theirs)
+    step.need_scales(f"distance = '{distance}'", peer, other)
     forth = divergences.gaussian_kl(*mine, *theirs)
     if distance == "kl":
         return forth

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors import Posterior, Weights
+from peerbayes.posteriors import Point, Posterior, Weights
 from peerbayes.posteriors.base import Reduction
 
 
@@ -154,6 +154,12 @@ class Step:
                 raise InputError(
                     f"needs peers of equal shape, but '{name}' is {shapes[0]} in '{peer}' and {shapes[1]} in '{other}'"
                 )
+
+    def need_scales(self, why: str, *peers: str) -> None:
+        """Refuse peers whose weights have no scales: points. ``why`` says what needs them."""
+        for peer in peers:
+            if isinstance(self._batch.outputs[peer].posterior, Point):
+                raise InputError(f"term '{self._term}' with {why} needs Bayesian peers, but '{peer}' is a point")
 
     def module(self, peer: str) -> nn.Module:
         """Return this term's trainable helper for its own peer; what others made with theirs comes by `derived`."""
