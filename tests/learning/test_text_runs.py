@@ -10,7 +10,7 @@ import torch
 from commands import ended
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
-from peerbayes.learning import Run, load_recipe, train
+from peerbayes.learning import Run, distill, load_recipe, train
 from peerbayes.reporting import evaluate
 
 WORDS = {
@@ -41,6 +41,9 @@ mutual = { alpha = 2.0 }
 [evaluation]
 draws = 4
 """
+
+
+SHORT = ["stages.0.epochs=15", "stages.0.warmup=0", "data.batch_size=8", "data.augment=[]"]
 
 
 def rows(count, seed):
@@ -123,6 +126,46 @@ def test_a_run_that_lost_its_vocabulary_is_not_judged_by_another(place, capsys, 
     assert "vocabulary.json: no such file" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"vocabulary\.json: no such file"):
         evaluate("runs/t")
+
+
+def test_a_run_that_lost_its_vocabulary_does_not_go_on_with_another(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/t")
+    folder = place / "runs" / "t"
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"finished": False}))
+    (folder / "vocabulary.json").unlink()
+    assert ended("train", "mine.toml", "--set", "stages.0.epochs=1", "--run", "runs/t", "--resume") == 2
+    assert "vocabulary.json: no such file" in capsys.readouterr().err
+
+
+def test_texts_are_distilled_in_the_words_of_their_teachers(place, monkeypatch):
+    monkeypatch.chdir(place)
+    run = train("mine.toml", "runs/t")
+    # Shorter texts would do, but not in the order in which this split would number its words.
+    write(
+        place / "news" / "train.csv", [row for row in [*rows(64, 0), *rows(64, 0)] if row[0] == 2] + list(rows(64, 0))
+    )
+    student = distill([run], into=run["a"].materialise(), recipe="distillation/kd", run="runs/d", overrides=SHORT)
+    assert Run("runs/d", {"student": student}).vocabulary == run.vocabulary
+    encoded = run.vocabulary.encode([" ".join(row[1:]) for row in rows(20, 1)])
+    assert student(encoded).argmax(-1).tolist() == [row[0] - 1 for row in rows(20, 1)]
+
+
+def test_every_parameter_of_a_text_network_may_be_bayesian(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    changes = ["--set", 'peers.b.posterior.bayesian=["*"]', "--set", "stages.0.epochs=2"]
+    assert ended("train", "mine.toml", *changes, "--run", "runs/t", "--json", "-q") == 0
+    trained = json.loads(capsys.readouterr().out)
+    posterior = Run("runs/t")["b"]
+    assert set(posterior.layout.shapes) == {"embedding.weight", "linear.weight", "linear.bias"}
+    assert posterior.rest.numel() == 0
+    assert ended("evaluate", "runs/t", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["peers"][1]["nll"] == trained["peers"][1]["nll"]
+    changes[1] = 'peers.b.posterior.bayesian=["embeding*"]'
+    assert ended("train", "mine.toml", *changes, "--run", "runs/u") == 2
+    said = "peer 'b': posterior.bayesian: 'embeding*' fits no trainable parameter; they have names such as"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("use", ["start_from", "teachers"])

@@ -468,6 +468,20 @@ def test_a_users_own_module_in_one_line():
     assert drawn["second.weight"].data_ptr() == drawn["first.weight"].data_ptr()
 
 
+def test_parameters_are_chosen_by_patterns_of_their_names():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
+    posterior = MeanField(network, rho=-2.0, bayesian=["0.*", "2.bias"])
+    draws = [posterior.draw(HERE.at(number)) for number in range(400)]
+    scales = {name: torch.stack([draw[name] for draw in draws]).std(0) for name in draws[0]}
+    assert (scales["2.weight"] == 0).all()
+    for name in ("0.weight", "2.bias"):
+        expected = posterior.layout.views(posterior.std)[name]
+        torch.testing.assert_close(scales[name], expected, rtol=0.2, atol=0)
+    with pytest.raises(InputError, match=r"bayesian: '2\.bais' fits no trainable parameter; did you mean '2\.bias'\?"):
+        MeanField(network, bayesian=["0.*", "2.bais"])
+
+
 @pytest.mark.parametrize("bayesian", [recurrent_too, lambda name, _module: name.startswith("head")])
 def test_gradients_are_those_of_the_network_when_scales_vanish(bayesian):
     network = own().train()

@@ -13,7 +13,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import fit
 from peerbayes.learning.recipe import Recipe, change, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, peers_at
+from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
@@ -54,11 +54,14 @@ def distill(
             raise InputError(f"a teacher is a {name}, expected a posterior or a run; wrap a network in Point(...)")
     chosen = load_recipe(recipe)
     if data is None:
-        learnt = next((one.recipe.data for one in given if isinstance(one, Run)), None)
-        if learnt is None:
+        first = next((one for one in given if isinstance(one, Run)), None)
+        if first is None:
             raise InputError("data is missing: posteriors do not know what they have learnt; name it, or give a run")
-        chosen, data = chosen.model_copy(update={"data": learnt}), learnt.name
-    chosen = load_recipe(chosen, overrides)
+        chosen = load_recipe(chosen.model_copy(update={"data": first.recipe.data}), overrides)
+        # Teachers of texts know words by the numbers of their own vocabulary.
+        data = load_data(chosen, how.get("root"), first.vocabulary) if first.vocabulary else chosen.data.name
+    else:
+        chosen = load_recipe(chosen, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
     kind = chosen.peers[0].posterior

@@ -75,7 +75,7 @@ def fit(
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
     job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
-    loaded = data if isinstance(data, Dataset) else load_data(found, settings.root)
+    loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
@@ -166,7 +166,7 @@ def train_jobs(
     for wave in settings.waves(left, device):
         sessions = []
         for job in wave:
-            data = loaded(job.recipe, job.folder / "vocabulary.json")
+            data = loaded(job.recipe, job.folder)
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
             taught = build_teachers(job, data, device)
             peers = build_peers(job, data, device)
@@ -195,7 +195,7 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loade
     for job in map(_completed, jobs):
         if resume is not None:
             refuse_occupied(job, resume)
-        check(job, known(job.recipe, job.folder / "vocabulary.json"), device, settings.root, settings.world)
+        check(job, known(job.recipe, job.folder), device, settings.root, settings.world)
 
 
 def _completed(job: Job) -> Job:
@@ -206,7 +206,7 @@ def _check_all(jobs: Sequence[Job], loaded: Loaded, device: torch.device, how: H
     """Refuse what is wrong with any job before the first is trained, or a source of it, which may take days."""
     at_once = len(how.waves(jobs, device)) <= 1 and not any(map(untrained_sources, jobs))
     for job in {job.recipe.digest: job for job in jobs}.values():  # seeds are alike
-        data = loaded(job.recipe, job.folder / "vocabulary.json")
+        data = loaded(job.recipe, job.folder)
         if at_once:  # the learners look for themselves before anything is written
             check_outside(job.recipe, data, how.root)
         else:
@@ -220,9 +220,9 @@ class Loaded:
         self.root = root
         self._found: dict[str, Dataset] = {}
 
-    def __call__(self, recipe: Recipe, vocabulary: Path | None = None) -> Dataset:
-        """Return a recipe's data; with the vocabulary of a run that goes on, where there is that file."""
-        return self._with(recipe, Vocabulary.load(vocabulary) if vocabulary and vocabulary.is_file() else None)
+    def __call__(self, recipe: Recipe, folder: Path | None = None) -> Dataset:
+        """Return a recipe's data; with the vocabulary of a run in a folder, which goes on, if there is one."""
+        return self._with(recipe, _words_of(folder) if folder is not None else None)
 
     def of(self, run: Run) -> Dataset:
         """Return a run's data, with its vocabulary."""
@@ -233,6 +233,10 @@ class Loaded:
         if key not in self._found:
             self._found[key] = load_data(recipe, self.root, known)
         return self._found[key]
+
+
+def _words_of(folder: Path) -> Vocabulary | None:
+    return Run(folder).vocabulary if (folder / "recipe.toml").is_file() else None
 
 
 def _is_finished(job: Job, reporter: Reporter) -> bool:

@@ -73,6 +73,7 @@ class MeanField(Strict):
     prior_std: PositiveFloat = 1.0
     prior: Literal["normal", "anchored"] = "normal"
     noise: Literal["gaussian", "radial"] = "gaussian"
+    bayesian: Annotated[list[str], Field(min_length=1)] | None = None
 
 
 class RankOne(Strict):

@@ -11,7 +11,7 @@ import torch
 
 from peerbayes import networks
 from peerbayes.data import Dataset, Vocabulary
-from peerbayes.errors import InputError, within
+from peerbayes.errors import InputError, OptionError, within
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
@@ -66,7 +66,10 @@ def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Pat
         point.seed, point.name = seed, peer.name
         return point
     kind = MeanField if peer.posterior.kind == "mean_field" else RankOne
-    return kind(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
+    try:
+        return kind(network, start_from=start, seed=seed, name=peer.name, **options).to(device)
+    except OptionError as error:
+        raise InputError(f"peer '{peer.name}': posterior.{error}") from None
 
 
 def _shared(

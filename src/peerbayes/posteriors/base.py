@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, OptionError, nearest
 from peerbayes.networks import capture
 from peerbayes.noise import Address
 from peerbayes.posteriors import storage
@@ -39,6 +40,17 @@ class Weights(dict[str, Tensor]):
 def conv_and_linear(_name: str, module: nn.Module) -> bool:
     """The default choice of Bayesian parameters: weights and biases of convolutions, linear and attention layers."""
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
+
+
+def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:
+    """Return the choice of parameters by patterns of their names, such as ``embed*``; each must fit one at least."""
+    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = nearest(pattern, names)
+            hint = near if near.startswith("; did") else f"; they have names such as '{names[0]}'" if names else ""
+            raise OptionError(f"bayesian: '{pattern}' fits no trainable parameter{hint}")
+    return lambda name, _module: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Posterior(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
-from peerbayes.posteriors.base import Posterior, Predicate, Source, Weights, conv_and_linear
+from peerbayes.posteriors.base import Posterior, Predicate, Source, Weights, by_name, conv_and_linear
 
 
 class MeanField(Posterior):
@@ -29,7 +29,8 @@ class MeanField(Posterior):
         prior_std: standard deviation s of the prior.
         prior: ``"normal"`` for N(0, s²), ``"anchored"`` for N(μ_0, s²) with μ_0 the means at construction.
         noise: ``"gaussian"`` or ``"radial"``.
-        bayesian: chooses parameters by (name, owning module); convolutions and linear layers by default.
+        bayesian: chooses parameters by (name, owning module), or patterns of their names, such as ``["embed*"]``;
+            convolutions, linear and attention layers by default.
         start_from: a trained network to take means, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial ρ, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
@@ -49,12 +50,13 @@ class MeanField(Posterior):
         prior_std: float = 1.0,
         prior: Literal["normal", "anchored"] = "normal",
         noise: Literal["gaussian", "radial"] = "gaussian",
-        bayesian: Predicate = conv_and_linear,
+        bayesian: Predicate | Sequence[str] | None = None,
         start_from: Source | None = None,
         seed: int = 0,
         name: str = "peer",
     ) -> None:
-        super().__init__(network, bayesian=bayesian, start_from=start_from)
+        chosen = bayesian if callable(bayesian) else by_name(bayesian, network) if bayesian else conv_and_linear
+        super().__init__(network, bayesian=chosen, start_from=start_from)
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         if prior not in ("normal", "anchored"):

@@ -96,8 +96,8 @@ def mutual(
 
     ``alpha`` = 1 is the Kullback-Leibler divergence, 0 is independent training; it may be a `Schedule` over the stage.
     ``graph`` says who teaches whom: ``all`` the others, in a ``ring`` the peer before, ``best_to_rest`` the peer with
-    the lowest cross-entropy on this batch, or a list of `Edge`, each with an alpha, temperature and weight of its own
-    if need be.
+    the lowest cross-entropy on this batch (of several processes each goes by its own part), or a list of `Edge`, each
+    with an alpha, temperature and weight of its own if need be.
     """
     options = {"weight": weight, "temperature": temperature, "alpha": alpha, "graph": graph}
     mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]
