@@ -101,7 +101,7 @@ UNKNOWN = {
     ),
     "scale": (
         lambda t: t["peers"][0]["posterior"].update(scale=-3.0),
-        "peers.0.posterior has no key 'scale'; known: gain, kind, noise, prior, prior_std, rho",
+        "peers.0.posterior has no key 'scale'; known: bayesian, gain, kind, noise, prior, prior_std, rho",
     ),
     "draw": (lambda t: t["evaluation"].update(draw=3), "evaluation has no key 'draw'; did you mean 'draws'?"),
 }
