@@ -7,8 +7,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -410,34 +408,6 @@ def test_the_survivor_of_a_killed_process_gets_an_error_and_leaves():
     for worker in workers:
         worker.join(30)
     assert [worker.exitcode for worker in workers] == [3, -signal.SIGKILL]
-
-
-SCRIPT = """
-import os, signal, sys, warnings
-import torch
-from peerbayes.learning.distribution import joined, restarted
-warnings.simplefilter("error")
-with joined("cpu") as world:
-    tensor = torch.tensor([float(world.rank)])
-    world.average([tensor])
-    if world.rank == 1 and not restarted():
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier()
-    with open(f"{sys.argv[1]}/{world.rank}-{world.size}", "w") as file:
-        file.write(f"{restarted()} {tensor.item()}")
-"""
-
-
-@posix
-def test_torchrun_starts_killed_processes_again(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "script.py"), str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"{rank}-2").read_text() for rank in range(2)] == ["True 0.5"] * 2
 
 
 def set_environment(monkeypatch, **values):

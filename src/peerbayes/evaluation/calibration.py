@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import scipy  # whose parts are loaded when they are used
 import torch
-from scipy import optimize
 from torch import Tensor
 
 from peerbayes.errors import InputError
@@ -172,7 +172,7 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
         return lowest
     if hot >= 0:
         return highest
-    return math.exp(optimize.brentq(slope, math.log(lowest), math.log(highest), xtol=1e-10))
+    return math.exp(scipy.optimize.brentq(slope, math.log(lowest), math.log(highest), xtol=1e-10))
 
 
 def temper(log_probabilities: Tensor, temperature: float) -> Tensor:

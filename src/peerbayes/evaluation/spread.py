@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scipy import optimize, stats
+import scipy  # whose parts are loaded when they are used, which most commands never do
 
 from peerbayes.errors import InputError
 
@@ -124,24 +124,24 @@ def paired_difference(
     if error <= 4 * math.ulp(largest):
         return PairedDifference(summary.mean, 0.0, seeds, None, None, False)
     freedom = len(seeds) - 1
-    p_value = 2 * float(stats.t.sf(abs(summary.mean) / error, freedom))
+    p_value = 2 * float(scipy.stats.t.sf(abs(summary.mean) / error, freedom))
     effect = error * _noncentrality(freedom, level, power)
     return PairedDifference(summary.mean, error, seeds, effect, p_value, p_value < level)
 
 
 def _noncentrality(freedom: int, level: float, power: float) -> float:
-    critical = float(stats.t.isf(level / 2, freedom))
+    critical = float(scipy.stats.t.isf(level / 2, freedom))
 
     def missing(noncentrality: float) -> float:
-        upper = stats.nct.sf(critical, freedom, noncentrality)
+        upper = scipy.stats.nct.sf(critical, freedom, noncentrality)
         # P(T < −t | λ), written as its mirror image because scipy's lower tail is NaN for large λ.
-        lower = stats.nct.sf(critical, freedom, -noncentrality)
+        lower = scipy.stats.nct.sf(critical, freedom, -noncentrality)
         return float(upper + lower) - power
 
     high = critical
     while missing(high) < 0:
         high *= 2
-    return float(optimize.brentq(missing, 0.0, high))
+    return float(scipy.optimize.brentq(missing, 0.0, high))
 
 
 def _decimals(value: float, digits: int = 2) -> int:
