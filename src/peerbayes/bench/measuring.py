@@ -63,15 +63,16 @@ def measurements(bench: Bench) -> list[Measurement]:
     predictions("predict_float32_50x10k_s", *whole, precision="float32")
     epochs("eager_pair_epoch_s", "ours", plan.few, "eager")
     epochs("compiled_pair_epoch_s", "ours", plan.few, "compiled")
-    weights = SharedWeights(bench)
+    weights = SharedWeights(bench, *plan.shared)
+    trained = weights if plan.trained == plan.shared else SharedWeights(bench, *plan.trained)
     by_kind: dict[str, tuple[Callable[[], Measured], Sequence[str]]] = {
         "distillation.{}_step_ms": (partial(students.steps, bench), [s.replace("-", "_") for s in students.STUDENTS]),
         "distillation.predict_{}_s": (partial(students.predictions, bench), students.MEMBERS),
         "sharing.clustering_s": (weights.clustering, [""]),
         VIT: (weights.clustering_vit, [""]),
         "sharing.{}_draw_ms": (weights.draws, [FIELD, *SAMPLINGS]),
-        "sharing.{}_step_ms": (weights.steps, list(LEARNING)),
-        "sharing.predict_{}_s": (weights.predictions, ["point", FIELD, *SAMPLINGS]),
+        "sharing.{}_step_ms": (trained.steps, list(LEARNING)),
+        "sharing.predict_{}_s": (trained.predictions, ["point", FIELD, *SAMPLINGS]),
     }
     for name, (measure, kinds) in by_kind.items():
         found.append((tuple(name.format(kind) for kind in kinds), False, measure))

@@ -29,12 +29,12 @@ class Plan:
     networks: tuple[str, ...] = ("resnet20", "resnet32", "resnet56")  # the first one wherever nothing grows
     peers: tuple[int, ...] = (2, 4, 8)
     student: str = "wrn28x1"  # of four teachers like it
-    shared: str = "resnet18"  # whose weights share so many components, at first
-    components: int = 6000
+    shared: tuple[str, int] = ("resnet18", 6000)  # network and components, at first: clustering and draws
+    trained: tuple[str, int] = ("resnet18", 6000)  # and those of steps and predictions
     vit_width: int = 768  # of a ViT-B/16, whose 86 million weights are clustered
 
 
 CPU = Plan("eager", "float32", 4096, 32, 1, 3, 3, 3, 3, 256, 10, (1, 2, 4, 8, 16), (1, 8, 32))
-CPU = replace(CPU, shared="resnet20", components=500)
+CPU = replace(CPU, trained=("resnet20", 500))
 QUICK = Plan("eager", "float32", 64, 4, 1, 1, 1, 1, 2, 4, 2, (1, 2), (1, 2), ("resnet8",), (2,), "resnet8")
-QUICK = replace(QUICK, shared="resnet8", components=20, vit_width=8)
+QUICK = replace(QUICK, shared=("resnet8", 20), trained=("resnet8", 20), vit_width=8)

@@ -36,15 +36,22 @@ def vit_weights(wide: int = 768) -> nn.Module:
 
 
 class SharedWeights:
-    """A mean-field posterior, its codebook, and what can be timed of them."""
+    """A mean-field posterior, its codebook, and what can be timed of them.
 
-    def __init__(self, bench: Bench) -> None:
+    Args:
+        bench: the machine, the data and the plan.
+        network: whose weights are shared.
+        components: how many there are at first.
+    """
+
+    def __init__(self, bench: Bench, network: str, components: int) -> None:
         self.bench, self.plan, self.device, self.data = bench, bench.plan, bench.device, bench.data
+        self.network, self.components = network, components
 
     @cached_property
     def field(self) -> MeanField:
         """An untrained mean-field posterior that is to be shared."""
-        network = networks.build(self.plan.shared, network_inputs(self.data))
+        network = networks.build(self.network, network_inputs(self.data))
         return MeanField(network, rho=-6.0, prior="anchored", prior_std=0.1).to(self.device)
 
     @cached_property
@@ -54,7 +61,7 @@ class SharedWeights:
 
     def _share(self, field: MeanField) -> tuple[Codebook, dict[str, Any]]:
         gradient = normal(Address(0, "bench", "gradient"), shared_weights(field)[0].size, self.device)
-        return share(field, Sharing(components=self.plan.components), gradient)
+        return share(field, Sharing(components=self.components), gradient)
 
     def posterior(self, kind: str) -> Posterior:
         """Return a point, the mean-field posterior, or shared weights with some sampling."""
