@@ -86,6 +86,20 @@ def test_runs_of_renyi_divergences_are_told_apart_by_their_order():
     assert tables.rows(mixed)[0].method == "Ours"
 
 
+@pytest.mark.parametrize(
+    ("orders", "method"), [((2.0, 2.0), "Rényi 2"), ((2.0, 0.5), "Rényi by edge"), ((0.0, 0.0), "Independent")]
+)
+def test_edges_with_orders_of_their_own_are_not_called_by_that_of_the_term(orders, method):
+    lessons = [{"teacher": "a", "student": "b", "alpha": order} for order in orders]
+    assert tables.rows([record("renyi", 0, (0.9, 0.9), alpha=1.0, lessons=lessons)])[0].method == method
+
+
+def test_a_peer_alone_learns_from_nobody():
+    alone = record("renyi", 0, (0.9, 0.9), alpha=2.0)
+    alone["peers"] = alone["peers"][:1]
+    assert tables.rows([alone])[0].method == "Independent"
+
+
 def test_rows_have_means_and_standard_errors_over_seeds(records):
     found = {(row.method, row.peer): row for row in tables.rows(records)}
     assert list(found) == [(m, p) for m in ("DML", "Ours") for p in ("scratch", "pretrained", "average")]

@@ -92,8 +92,11 @@ def _places(groups: Sequence[Sequence[Record]]) -> list[str]:
 def _with_order(record: Record) -> Record:
     if record["method"] != "renyi" or "alpha" not in record:
         return record
-    order = record["alpha"]
-    return {**record, "method": "Independent" if order == 0 else f"Rényi {alpha_title(order)}"}
+    orders = [lesson["alpha"] for lesson in record.get("lessons", ())] or [record["alpha"]]
+    if len(record["peers"]) == 1 or all(order == 0 for order in orders):  # nobody to learn from, or nothing
+        return {**record, "method": "Independent"}
+    alike = all(order == orders[0] for order in orders)
+    return {**record, "method": f"Rényi {alpha_title(orders[0]) if alike else 'by edge'}"}
 
 
 def _key(record: Record) -> str:
