@@ -1,4 +1,4 @@
-"""A network with every kind of layer that gets factors, for tests."""
+"""Networks with every kind of layer that gets factors, and with one layer under two names, for tests."""
 
 import torch
 from torch import nn
@@ -48,3 +48,13 @@ def images(count=5, seed=1):
 
 def close(given, expected, tolerance=1e-5):
     assert (given - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+class TwoNamesOneLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))

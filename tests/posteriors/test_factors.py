@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from members import close, every, images
+from members import TwoNamesOneLayer, close, every, images
 from torch import nn
 
 from peerbayes.errors import InputError
@@ -24,18 +24,8 @@ def test_layers_that_are_not_chosen_have_no_factors():
         close(logits[1], posterior.materialise(1)(images()))
 
 
-class OneLayerTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = self.a
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
 def test_one_layer_under_two_names_has_one_pair_of_factors():
-    posterior = RankOne(OneLayerTwice(), 3, factors="random")
+    posterior = RankOne(TwoNamesOneLayer(), 3, factors="random")
     x = torch.randn(2, 4)
     logits, _ = posterior.forward_members(x)
     assert set(posterior.factor_layout.shapes) == {"a.r", "a.s"}

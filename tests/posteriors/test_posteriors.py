@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from members import TwoNamesOneLayer
 from scipy import stats
 from torch import nn
 from torch.distributions import Normal, kl_divergence
@@ -545,16 +546,6 @@ def test_materialise_keeps_ties_frozen_parameters_and_recurrent_layers():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
     plain(x).sum().backward()
     assert all(p.grad is not None for p in plain.parameters() if p.requires_grad)
-
-
-class TwoNamesOneLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = self.a
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
 
 
 def test_one_layer_under_two_names_is_one_layer():

@@ -57,9 +57,9 @@ def distill(
         first = next((one for one in given if isinstance(one, Run)), None)
         if first is None:
             raise InputError("data is missing: posteriors do not know what they have learnt; name it, or give a run")
-        chosen = load_recipe(chosen.model_copy(update={"data": first.recipe.data}), overrides)
+        chosen, words = load_recipe(chosen.model_copy(update={"data": first.recipe.data}), overrides), first.vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
-        data = load_data(chosen, how.get("root"), first.vocabulary) if first.vocabulary else chosen.data.name
+        data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
     else:
         chosen = load_recipe(chosen, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:

@@ -226,10 +226,9 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         folder = path.parent if path.suffix == ".safetensors" else path
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
             raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
-        if folder.is_dir() and not (folder / "recipe.toml").is_file():
-            with within("teachers.runs"):
-                peers_at(path)  # knows what is wrong with it
         with within("teachers.runs"):
+            if folder.is_dir() and not (folder / "recipe.toml").is_file():
+                peers_at(path)  # knows what is wrong with it
             known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
         where = str(folder.resolve()) if folder.exists() else source
         for peer in known[-1].peers:

@@ -159,7 +159,7 @@ class Step:
         """Refuse peers whose weights have no scales: points. ``why`` says what needs them."""
         for peer in peers:
             if isinstance(self._batch.outputs[peer].posterior, Point):
-                raise InputError(f"term '{self._term}' with {why} needs Bayesian peers, but '{peer}' is a point")
+                raise InputError(f"{why} needs Bayesian peers, but '{peer}' is a point")
 
     def module(self, peer: str) -> nn.Module:
         """Return this term's trainable helper for its own peer; what others made with theirs comes by `derived`."""
