@@ -548,6 +548,17 @@ def test_materialise_keeps_ties_frozen_parameters_and_recurrent_layers():
     assert all(p.grad is not None for p in plain.parameters() if p.requires_grad)
 
 
+def test_a_posterior_over_recurrent_layers_can_be_copied_after_a_training_pass():
+    posterior = MeanField(own(), rho=-2.0, bayesian=recurrent_too).train()
+    x = torch.rand(4, 3, 5, 7)
+    posterior(x, posterior.draw(HERE)).sum().backward()
+    twin, plain = copy.deepcopy(posterior).eval(), posterior.materialise(posterior.draw(HERE)).eval()
+    with torch.no_grad():
+        expected = posterior.eval()(x, posterior.draw(HERE))
+        close_logits(twin(x, twin.draw(HERE)), expected)
+        close_logits(plain(x), expected)
+
+
 def test_one_layer_under_two_names_is_one_layer():
     network = TwoNamesOneLayer()
     posterior = MeanField(TwoNamesOneLayer(), start_from=network, rho=-60.0)

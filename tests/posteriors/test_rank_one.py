@@ -47,6 +47,28 @@ def test_with_factors_at_one_every_draw_and_the_centre_are_the_shared_weights():
     assert (posterior.std == 0).all()
 
 
+class ByKeyword(nn.Module):
+    """Layers that are handed their inputs, and more, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.head = nn.Conv2d(2, 4, 3, 2), nn.ConvTranspose2d(4, 3, 2, 2), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.up(torch.tanh(self.down(input=x)), output_size=(5, 5))
+        return self.head(input=x.mean((2, 3)))
+
+
+def test_layers_may_be_called_by_keyword():
+    posterior = RankOne(ByKeyword(), 3, factors="random").eval()
+    with torch.no_grad():
+        logits, _ = posterior.forward_members(images())
+        for number, own in enumerate(logits):
+            plain = posterior.materialise(number)
+            assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in plain.modules())
+            close(own, plain(images()))
+
+
 @pytest.mark.parametrize("factors", ["random", "signs"])
 def test_all_members_in_one_pass_are_the_members_one_by_one(factors):
     posterior = RankOne(every(), 4, factors=factors).eval()

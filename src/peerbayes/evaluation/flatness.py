@@ -12,6 +12,7 @@ from peerbayes.data import Split
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
 from peerbayes.posteriors import Posterior
+from peerbayes.posteriors.modes import evaluating
 
 
 def directions(tensors: Mapping[str, Tensor], address: Address) -> dict[str, Tensor]:
@@ -67,9 +68,7 @@ def loss_along(
         raise InputError(f"count, distances: got {count} and {len(distances)} of them; expected at least one of each")
     parts = _batches(posterior, data, batch_size)
     weights = posterior.layout.views(posterior.mean) | posterior.rest_layout.views(posterior.rest)
-    modes = {module: module.training for module in posterior.modules()}
-    posterior.eval()
-    try:
+    with evaluating(posterior):
         found = torch.empty(count, len(distances), dtype=torch.float64)
         for number in range(count):
             way = directions(weights, address.at(number))
@@ -78,9 +77,6 @@ def loss_along(
                 moved |= {alias: moved[name] for alias, name in posterior.aliases.items()}
                 found[number, place] = _loss(posterior, moved, parts)
         return found
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -145,17 +141,12 @@ def loss_between(
         if name not in first or name not in second or first[name].shape != second[name].shape:
             raise InputError(f"first, second: tensor '{name}' is not in both, or of another shape in one")
     parts = _batches(posterior, data, batch_size)
-    modes = {module: module.training for module in posterior.modules()}
-    posterior.eval()
-    try:
+    with evaluating(posterior):
         found = []
         for point in points:
             mixed = {n: torch.lerp(a, second[n], point) if a.is_floating_point() else a for n, a in first.items()}
             found.append(_loss(posterior, mixed, parts))
         return torch.tensor(found, dtype=torch.float64)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def barrier(losses: Tensor, points: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from peerbayes.learning.stages import SHARED, StageState, set_global_seed
 from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
+from peerbayes.posteriors.modes import kept_buffers
 
 
 @dataclass
@@ -231,7 +232,7 @@ class Cohort:
             self.state.update([name])
             parts.append(figures)
             if len(parts) < len(self.peers):  # for those that come after it
-                with torch.no_grad(), kept_buffers(self.peers[name]), self._forked():
+                with torch.no_grad(), kept_buffers(self.peers[name].network), self._forked():
                     outputs[name] = self._output(name, self._images, clock)
         self._finish_shared()
         self.state.update([SHARED])
@@ -335,7 +336,7 @@ class Cohort:
         """
         with self.plain(), contextlib.ExitStack() as stack:
             for posterior in self.peers.values():
-                stack.enter_context(kept_buffers(posterior))
+                stack.enter_context(kept_buffers(posterior.network))
             batch = self.forward(clock)
             found = []
             for name, posterior in self.peers.items():
@@ -347,14 +348,3 @@ class Cohort:
 
 def _count_derived(batch: terms.Batch) -> int:
     return sum(len(output.derived) for output in batch.outputs.values())
-
-
-@contextlib.contextmanager
-def kept_buffers(posterior: Posterior) -> Iterator[None]:
-    """Put the network's buffers (batch-norm statistics) back after the block."""
-    kept = [(buffer, buffer.clone()) for buffer in posterior.network.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, before in kept:
-            buffer.copy_(before)

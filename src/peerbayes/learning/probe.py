@@ -10,11 +10,13 @@ from torch import Tensor
 from peerbayes import noise, terms
 from peerbayes.data import Dataset, augment, to_unit
 from peerbayes.errors import InputError, OptionError, reason, within
-from peerbayes.learning.cohort import Cohort, figure_names, kept_buffers, place_peer
+from peerbayes.learning.cohort import Cohort, figure_names, place_peer, term_value
+from peerbayes.learning.stages import of_term
 from peerbayes.learning.teachers import run_plain
 from peerbayes.networks import find_layer
 from peerbayes.noise import Address
 from peerbayes.posteriors import Weights
+from peerbayes.posteriors.modes import kept_buffers
 
 
 class Probe:
@@ -47,8 +49,21 @@ class Probe:
             0.0,
             teachers=self._try_teachers(to_unit(self.images)),
         )
+        for name in cohort.peers:
+            self._refuse_idle(name, found)
         with torch.no_grad():
             return figure_names(cohort.state, found, cohort.peers)
+
+    def _refuse_idle(self, peer: str, batch: terms.Batch) -> None:
+        """Refuse terms of which none has a gradient for a peer."""
+        state = self.cohort.state
+        for term, options in state.terms:
+            with of_term(state.place, term.name):
+                if term_value(term, options, batch, peer)[0].requires_grad:
+                    return
+        known = ", ".join(term.name for term, _ in state.terms)
+        why = f"peer '{peer}' can't learn from {known} alone: no gradient reaches it; add likelihood, say"
+        raise InputError(f"{state.place}.terms: {why}")
 
     def find_layers(self, layers: list[str]) -> None:
         """Refuse layers, an option of that name, that any network has not."""
@@ -85,7 +100,7 @@ class Probe:
     def _try_network(self, peer: str, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
         posterior, device = self.cohort.peers[peer], self.cohort.device
         begin = noise.start(Address(self.cohort.seed, peer, "step", 0), device)
-        with kept_buffers(posterior), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with kept_buffers(posterior.network), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for training in (True, False):  # some networks return something else while they train
                 posterior.train(training)
                 try:
@@ -100,7 +115,9 @@ class Probe:
                         f"{tuple(self.images.shape[1:])}: {reason(error)}"
                     ) from error
                 self._check_logits(peer, logits, training)
-        return logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
+                if training:  # with gradients
+                    found = logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
+        return found
 
     def _check_logits(self, peer: str, logits: Any, training: bool) -> None:
         who, when = f"the network of peer '{peer}'", " while it trains" * training

@@ -324,6 +324,7 @@ def _take_parameters(
     for prefix, module in network.named_modules():
         if isinstance(module, nn.RNNBase):
             module.register_forward_pre_hook(_refresh_recurrent_weights)
+            module.register_forward_hook(_forget_recurrent_weights)
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -359,13 +360,19 @@ def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]
 
 
+def _forget_recurrent_weights(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    # A draw that stays there after the pass would keep its graph alive, and a copy of the network is refused then.
+    module._flat_weights = [None] * len(module._flat_weights_names)  # type: ignore[arg-type,assignment]
+
+
 def _release_recurrent_weights(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, nn.RNNBase):
             _refresh_recurrent_weights(module, ())
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is _refresh_recurrent_weights:
-                    del module._forward_pre_hooks[key]
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if hook in (_refresh_recurrent_weights, _forget_recurrent_weights):
+                        del hooks[key]
 
 
 def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:

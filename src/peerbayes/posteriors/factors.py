@@ -82,7 +82,7 @@ def attach(network: nn.Module, layers: Sequence[Layer]) -> None:
         module = network.get_submodule(prefix)
         module.register_parameter("factor_r", None)
         module.register_parameter("factor_s", None)
-        module.register_forward_pre_hook(functools.partial(_scale_input, prefix))
+        module.register_forward_pre_hook(functools.partial(_scale_input, prefix), with_kwargs=True)
         module.register_forward_hook(functools.partial(_scale_output, prefix))
 
 
@@ -94,14 +94,16 @@ def detach(network: nn.Module, layers: Sequence[Layer]) -> None:
             for key, hook in list(hooks.items()):
                 if getattr(hook, "func", None) in (_scale_input, _scale_output):
                     del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _scale_input(name: str, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _scale_input(name: str, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
     r = module.factor_r
     if r is None:
         return None
-    x, *others = arguments
-    return (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2), *others
+    x, *others = given or (named["input"],)  # as all of these layers call it
+    scaled = (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2)
+    return ((scaled, *others), named) if given else ((), {**named, "input": scaled})
 
 
 def _scale_output(name: str, module: Any, _arguments: Any, y: Tensor) -> Tensor | None:

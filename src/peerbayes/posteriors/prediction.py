@@ -18,6 +18,7 @@ from peerbayes.noise import Address
 from peerbayes.posteriors.folding import Folded
 from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.kernels import tried_kernels
+from peerbayes.posteriors.modes import evaluating
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -137,9 +138,7 @@ def predict(
     draws = draws if posterior.stochastic else 1
     size = batch_size or max(1, BATCH.get(kind, BATCH["cpu"]) // _numbers(images[:1]))
     many = kind == "cuda" and len(images) * draws >= TRY_KERNELS
-    modes = {module: module.training for module in posterior.modules()}
-    posterior.eval()
-    try:
+    with evaluating(posterior):
         while True:
             try:
                 with tried_kernels(many):
@@ -158,9 +157,6 @@ def predict(
             if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
                 return found
             half = None
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _check_images(posterior: Posterior, images: Any) -> None:

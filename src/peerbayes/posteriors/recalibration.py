@@ -13,6 +13,7 @@ from peerbayes.data import Split, order
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors.inputs import prepared
+from peerbayes.posteriors.modes import evaluating
 
 
 @torch.no_grad()
@@ -36,28 +37,25 @@ def recalibrate(network: nn.Module, batches: Split | Iterable[Any], batch_size: 
         # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
         mixed = order(len(split), Address(0, "data", "recalibrate"))
         batches = (split.batch(part, device) for part in mixed.split(batch_size))
-    modes = {module: module.training for module in network.modules()}
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-    network.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a cumulative average
-        norm.train()
     done = False
-    try:
-        for batch in batches:
-            network(prepared((batch if isinstance(batch, Tensor) else batch[0]).to(device)))
-            done = True
-        if not done:
-            raise InputError("there are no batches to recalibrate with")
-    except BaseException:
-        for buffer, kept in before:
-            buffer.copy_(kept)
-        raise
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        for module, training in modes.items():
-            module.training = training
+    with evaluating(network):
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative average
+            norm.train()
+        try:
+            for batch in batches:
+                network(prepared((batch if isinstance(batch, Tensor) else batch[0]).to(device)))
+                done = True
+            if not done:
+                raise InputError("there are no batches to recalibrate with")
+        except BaseException:
+            for buffer, kept in before:
+                buffer.copy_(kept)
+            raise
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
     return network
