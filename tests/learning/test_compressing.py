@@ -58,9 +58,21 @@ def test_every_weight_has_one_class_and_keeps_its_distribution_nearly(field):
     assert gap.mean().sqrt() < 0.02 * mean[inlier].std()  # the quantisation of (mean, scale), in W₂
 
 
-def test_without_outliers_and_blends_there_are_none(field):
-    book, account = share(field["net"], Sharing(outliers=False, blend=False, components=50), None)
+@pytest.mark.parametrize("em_steps", [0, 20])
+def test_without_outliers_and_blends_there_are_none(field, em_steps):
+    options = Sharing(outliers=False, blend=False, components=100, em_steps=em_steps)
+    book, account = share(field["net"], options, None)
     assert len(book.outlier) == len(book.blended) == account["outliers"] == account["blended"] == 0
+
+
+@pytest.mark.parametrize("em_steps", [0, 20])
+def test_no_component_has_fewer_weights_than_the_smallest(field, em_steps):
+    options = Sharing(blend=False, top=0.0, em_steps=em_steps, merge={"distance": 0.0})
+    book, account = share(field["net"], options, None)
+    inlier = torch.ones(account["weights"], dtype=torch.bool).index_fill(0, book.outlier, False)
+    count = book.label[inlier].bincount(minlength=len(book.component))
+    assert int(count.min()) >= options.smallest
+    assert account["outliers_of_small_components"] > 0
 
 
 def test_the_same_seed_gives_the_same_codebook(field):
@@ -132,6 +144,20 @@ def test_a_network_of_ones_own_is_compressed_from_python(tmp_path, kind):
     assert (before == after).float().mean() > 0.9
 
 
+def test_a_posterior_over_some_layers_shares_the_weights_of_these(field, tmp_path):
+    some = ["peers.0.posterior.bayesian=['stage3*']", f"peers.0.start_from={field.folder.parent / 'dnn'}"]
+    recipe = load_recipe("sharing/digits-resnet8-stage1", [*some, "stages.0.epochs=1"])
+    before = train(recipe, tmp_path / "some", device="cpu")["net"]
+    small = pb.compress(tmp_path / "some", overrides=["stages.0.epochs=1"], device="cpu")
+    assert list(small.layout.shapes) == [name for name in before.layout.shapes if ".conv" in name]
+    again = pb.load(tmp_path / "some-shared")["net"]
+    assert list(again.layout.shapes) == list(small.layout.shapes)
+    assert same(again.state(), small.state())
+    data = load_data(field.recipe).test
+    first, second = (p.predict(data.images, 20).classes for p in (before, again))
+    assert (first == second).float().mean() > 0.95
+
+
 def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
@@ -148,6 +174,27 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
         pb.compress(field, component=3)
     with pytest.raises(pb.InputError, match=r"peers\.0\.posterior\.components: .*, got -1"):
         pb.compress(field, components=-1)
+    with pytest.raises(pb.InputError, match="source is a Flatten, expected a run, its folder, a weights file of a run"):
+        pb.compress(torch.nn.Flatten(), data="digits", run=tmp_path / "x")
+    shared = Shared(own.materialise())
+    with pytest.raises(pb.InputError, match="weights share a codebook already; compress the one that it was made of"):
+        pb.compress(shared, data="digits", run=tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [pb.Point, MeanField])
+def test_what_does_not_fit_a_posterior_is_refused_before_anything_is_trained(tmp_path, kind):
+    own = kind(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    generator = torch.Generator().manual_seed(0)
+    wide, many = torch.rand(60, 9, 9, generator=generator), torch.rand(60, 8, 8, generator=generator)
+    fitting = {"data": "digits", "overrides": ["stages.0.terms.kl.scheme=elbo"]}
+    for changes, sentence in (
+        ({"data": pb.data.from_arrays((wide, torch.arange(60) % 10))}, r"can't take arrays's images, of shape \(1, 9"),
+        ({"data": pb.data.from_arrays((many, torch.arange(60) % 20))}, "arrays has 20 classes"),
+        ({"overrides": ["stages.0.terms.feature_diversity={layers=['x']}"]}, "has no layer 'x'"),
+    ):
+        with pytest.raises(pb.InputError, match=sentence):
+            pb.compress(own, run=tmp_path / "x", **fitting | changes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +285,10 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior={kind='shared', merge_every_epoch=true, merge={distance=0}}", "merges by merge.distance"),
         ("peers.0.posterior.thrift=inf", "peers.0.posterior.thrift"),
         ("peers.0.posterior.thrift=1e-30", "thrift is too small"),
-        ("peers.0.posterior.smallest=1000000", "ask for fewer than 256, or lower smallest"),
+        ("peers.0.posterior.smallest=1000", "ask for fewer than 256, or lower smallest"),
+        ("peers.0.posterior.smallest=1000000", "smallest is 1000000, but there are only"),
+        ("peers.0.posterior.top=0.9999", "smallest is 20, but there are only 2 weights that are no outliers"),
+        ("peers.0.posterior.threshold=1e-12", "all weights are outliers, by their means or gradients; raise threshold"),
     ],
 )
 def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, capsys, change, sentence):

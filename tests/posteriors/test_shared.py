@@ -305,6 +305,7 @@ def test_a_choice_of_ones_own_is_in_the_file(tmp_path):
         ({"options": {"prior_std": "wide"}}, "its options are not those of a shared posterior"),
         ({"options": {"mixture": "yes"}}, "mixture is 'yes', expected true or false"),
         ({"options": {"bits": 3}}, "bits is 3, expected 4 to 16, or 32"),
+        ({"options": {"bits": 8.0}}, "bits is 8.0, expected 4 to 16, or 32"),
         ({"kind": ["shared"]}, "posterior of kind"),
         ({"seed": "0"}, "lacks options, a seed or a name"),
         ({"network": "00"}, "of another network"),

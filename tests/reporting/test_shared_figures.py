@@ -208,6 +208,21 @@ def test_settings_are_told_apart_by_what_differs(tmp_path):
     assert lines_of(tmp_path) == {"threshold 0.2": [207, 57, 407], "threshold 0.4": [307]}
 
 
+def test_settings_that_differ_in_much_are_told_apart_by_what_is_unusual(tmp_path):
+    others = ({"bits": 8}, {"sampling": "moment", "bits": 8}, {"blend": False}, {"top": 0.0, "em_steps": 3})
+    written_codebooks(tmp_path, *((options, 0) for options in ({}, {"components": 9}, *others)))
+    unusual = {"bits 8": [207], "sampling moment, bits 8": [307], "blend False": [407], "top 0.0, em_steps 3": [507]}
+    assert lines_of(tmp_path) == {"shared": [107, 7], **unusual}
+
+
+@pytest.mark.parametrize("given", ["{}", '{"net": {}}', '{"net": 3}', '{"net": {"components_at_first": "many"}}'])
+def test_a_damaged_account_of_a_codebook_is_one_sentence(tmp_path, given):
+    written_codebooks(tmp_path, ({}, 0))
+    (tmp_path / "0" / "sharing.json").write_text(given)
+    with pytest.raises(InputError, match=r"sharing\.json: net: .*(missing|valid)"):
+        lines_of(tmp_path)
+
+
 def test_codebooks_of_any_thrift_are_one_line_and_plain_ones_another(tmp_path):
     written_codebooks(
         tmp_path, ({"thrift": 0.1}, 0), ({"thrift": 0.2}, 0), ({"components": 9}, 0), ({"thrift": 0.3}, 0)

@@ -8,9 +8,11 @@ from typing import Any
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import check_jobs, fit, train_jobs
+from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, load_recipe
 from peerbayes.learning.run import Run, default_folder, load_data, peers_at
@@ -18,7 +20,7 @@ from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.settings import MeanField as MeanFieldOptions
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.sources import Job, blank_shared, is_trained, require_seed, shared_of, source_of
-from peerbayes.posteriors import MeanField, Posterior
+from peerbayes.posteriors import MeanField, Posterior, Shared
 
 RECIPE, FIRST = "sharing/shared", "sharing/stage1"
 
@@ -55,6 +57,7 @@ def compress(
     """
     refuse_unknown(how, compress)
     require_seed(seed)
+    _check_given(source)
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *overrides]
     own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
     if own is not None:
@@ -74,6 +77,14 @@ def compress(
         train_jobs(before, resume=True, reporter=reporter, **how)
     (done,) = train_jobs([job], resume=resume, reporter=reporter, **how)
     return done[job.recipe.peers[0].name]
+
+
+def _check_given(source: Any) -> None:
+    if not isinstance(source, Run | Posterior | str | Path):
+        kind = type(source).__name__
+        raise InputError(f"source is a {kind}, expected a run, its folder, a weights file of a run, or a posterior")
+    if isinstance(source, Shared):
+        raise InputError("the posterior's weights share a codebook already; compress the one that it was made of")
 
 
 def compression(
@@ -112,28 +123,32 @@ def _before(folder: Path) -> Path:
 def _of_ones_own(run: Run) -> Posterior | None:
     """Return the only peer of a run, where its network came from Python and no recipe could build it again."""
     (name, *others) = run
-    return run[name] if not others and run.recipe.peers[0].network == CUSTOM else None
+    if others or run.recipe.peers[0].network != CUSTOM:
+        return None
+    _check_given(run[name])
+    return run[name]
 
 
 def _compressed(
     posterior: Posterior, folder: Path, recipe: Recipe, first: Recipe, resume: bool, told: dict[str, Any]
 ) -> Posterior:
     """Compress a posterior that no recipe could build again; ``told`` is what both fits are told."""
-    peer, seed = recipe.peers[0], told["seed"]
+    peer, seed, data = recipe.peers[0], told["seed"], told["data"]
     options, scaled = _options(recipe, first)
     network = posterior.materialise()
-    blank_shared(network, options, seed, peer.name)
+    blank = blank_shared(network, options, seed, peer.name).to(posterior.device)
     if not resume:
         refuse_occupied(Job(recipe, folder, seed), resume)
+    if not isinstance(data, Dataset):
+        named = recipe.data.model_copy(update={"name": str(data), "classes": None})
+        data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
+    # What does not fit is found here, before anything is trained, or gradients are taken.
+    Learner(recipe, {peer.name: blank}, data, seed, engine="eager", world=told.get("world", ALONE)).feed.close()
     if not isinstance(posterior, MeanField):
         posterior = MeanField(network, seed=seed, name=peer.name, **scaled.model_dump(exclude={"kind"}))
         done = fit({peer.name: posterior}, recipe=first, run=_before(folder), resume=True, **told)
         posterior = done[peer.name].to(posterior.device)
         assert isinstance(posterior, MeanField)
-    data = told["data"]
-    if not isinstance(data, Dataset):
-        named = recipe.data.model_copy(update={"name": str(data), "classes": None})
-        data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
     shared = shared_of(posterior, network, options, data, seed, peer.name)
     return fit({peer.name: shared}, recipe=recipe, run=folder, resume=resume, **told)[peer.name]
 

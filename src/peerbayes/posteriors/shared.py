@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -38,6 +38,12 @@ ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anch
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
     """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
+
+
+def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return those of some parameters' names that `conv_and_linear_weights` chooses."""
+    modules = dict(network.named_modules())
+    return [name for name in names if conv_and_linear_weights(name, modules[name.rpartition(".")[0]])]
 
 
 class Shared(Posterior):
@@ -125,7 +131,7 @@ class Shared(Posterior):
             raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
         if not 0 < prior_std < torch.finfo(torch.float32).max:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
-        if bits not in BITS:
+        if not isinstance(bits, int) or bits not in BITS:
             raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
@@ -134,7 +140,8 @@ class Shared(Posterior):
         self.merging: dict[str, Any] | None = None  # how components merge at the end of every epoch, where they do
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
-        self._usual = weights is None and bayesian is conv_and_linear_weights
+        every = (*self.layout.shapes, *self.rest_layout.shapes)
+        self._usual = set(usually_shared(self.network, every)) == set(self.layout.shapes)
         self._take(codebook if codebook is not None else blank_codebook(self.layout.size, self.rest.device))
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:

@@ -20,6 +20,7 @@ from peerbayes.reporting.records import Record, evaluate
 from peerbayes.reporting.tables import FIGURES, title
 from peerbayes.schema import Table
 
+SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
 NUMBERED = 4  # lines up to which their points say how many components they have
 Runs = Mapping[int, Run]  # of one setting, by seed
 
@@ -35,6 +36,12 @@ class _Judged(Table):
     """What the figure looks for in a record."""
 
     peers: Annotated[list[_Peer], Field(min_length=1)]
+
+
+class _Account(Table):
+    """What the figure looks for in how a codebook was made."""
+
+    components_at_first: int
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -89,14 +96,22 @@ def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
     """Return a line for all settings that differ in the number of components, or in thrift, alone; by that number."""
     options = [_flat_options(group) for group in groups]
     told_apart = [key for key in differing(options) if key != "components"]
+    known = told_apart if len(told_apart) > SAID else []
+    usual = {key: _most_common([one.get(key) for one in options]) for key in known}
     lines: dict[str, list[Record]] = {}
     for group, one in zip(groups, options, strict=True):
-        label = ", ".join(f"{key} {one.get(key)}" for key in told_apart) or title(_first(group).recipe.method)
+        said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
+        label = ", ".join(f"{key} {one.get(key)}" for key in said) or title(_first(group).recipe.method)
         lines.setdefault(label, []).append({"components": _components(group, one), **point(group)})
     return [
         {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
         for label, points in lines.items()
     ]
+
+
+def _most_common(values: Sequence[Any]) -> Any:
+    """Return what there is most of, of equals the first."""
+    return max(values, key=values.count)
 
 
 def _flat_options(group: Runs) -> dict[str, Any]:
@@ -113,8 +128,9 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
     """Return how many components were asked for; where it was left to the number of weights, how many there were."""
     if options["components"]:
         return int(options["components"])
-    account = read_json(_first(group).folder / "sharing.json")
-    return int(next(iter(account.values()))["components_at_first"])
+    run = _first(group)
+    path, name = run.folder / "sharing.json", run.recipe.peers[0].name
+    return _Account.parse(read_json(path).get(name, {}), f"{path}: {name}").components_at_first
 
 
 # ---- drawn ----------------------------------------------------------------------------------------------------------

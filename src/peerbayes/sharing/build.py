@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from peerbayes.data import Split, to_unit
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Codebook, MeanField
 from peerbayes.posteriors.layout import Layout
-from peerbayes.posteriors.shared import conv_and_linear_weights
+from peerbayes.posteriors.modes import evaluating
+from peerbayes.posteriors.shared import usually_shared
 from peerbayes.sharing.clustering import em, kmeans
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
@@ -48,12 +49,7 @@ class Sharing:
 
 def shared_weights(posterior: MeanField) -> tuple[Layout, Tensor, Tensor]:
     """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
-    modules = dict(posterior.network.named_modules())
-    names = [
-        name
-        for name in posterior.layout.shapes
-        if conv_and_linear_weights(name, modules.get(name.rpartition(".")[0], nn.Identity()))
-    ]
+    names = usually_shared(posterior.network, posterior.layout.shapes)
     if not names:
         raise InputError("the posterior has no weights of convolutions or linear layers to share")
     layout = Layout({name: posterior.layout.shapes[name] for name in names})
@@ -93,9 +89,14 @@ def share(
 
     points = torch.stack([mean, std], 1).double()
     inside = (~alone).nonzero()[:, 0]
-    count = options.components or _components_for(len(inside))
-    if count > len(inside):
-        raise InputError(f"components is {count}, but there are only {len(inside)} weights that are no outliers")
+    left = len(inside)
+    if not left:
+        raise InputError("all weights are outliers, by their means or gradients; raise threshold, or lower top")
+    count = options.components or _components_for(left)
+    if count > left:
+        raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")
+    if options.outliers and options.smallest > left:
+        raise InputError(f"smallest is {options.smallest}, but there are only {left} weights that are no outliers")
     if options.thrift:
         sizes = torch.tensor(layout.sizes, device=mean.device)
         part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
@@ -111,6 +112,8 @@ def share(
     if options.em_steps:
         found = em(points[inside], found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
         labels = nearest(points[inside], found.mean)[:, 0]
+        # By its weights from now on, not by its share of all: where components overlap these differ.
+        found = replace(found, count=torch.bincount(labels, minlength=count).double())
         lap("em")
 
     small = found.count < (max(1, options.smallest) if options.outliers else 1)
@@ -189,18 +192,13 @@ def gradient_statistic(posterior: MeanField, split: Split, *, seed: int = 0, bat
     """
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)
-    modes = {module: module.training for module in posterior.modules()}
-    posterior.eval()
     address = Address(seed, posterior.name, "gradient statistic")
     parts = torch.arange(len(split)).split(batch_size)
-    try:
+    with evaluating(posterior):
         for number, index in enumerate(parts):
             images, labels = split.batch(index, posterior.device)
             loss = F.cross_entropy(posterior(to_unit(images), posterior.draw(address.at(number))), labels)
             (gradient,) = torch.autograd.grad(loss, posterior.mean)
             total += gradient.abs()
-    finally:
-        for module, training in modes.items():
-            module.training = training
     views = posterior.layout.views(total / len(parts))
     return layout.flatten({name: views[name] for name in layout.shapes})
