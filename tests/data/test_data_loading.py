@@ -243,6 +243,8 @@ def test_a_missing_set_says_where_it_looked_and_what_to_get(tmp_path, name, plac
 def test_unknown_names(tmp_path):
     with pytest.raises(InputError, match=r"no data set 'cifar-10'.*did you mean 'cifar10'"):
         load("cifar-10", root=tmp_path)
+    with pytest.raises(InputError, match=r"no data set 'arrays'.*; data in memory has to be given again$"):
+        load(from_arrays((torch.zeros(10, 4, 4), torch.arange(10) % 2)).name, root=tmp_path)
     with pytest.raises(InputError, match=rf"not a known name, and {tmp_path}/b does not exist;"):
         load(tmp_path / "b", root=tmp_path)
     (tmp_path / "a.txt").write_text("1,2")

@@ -319,6 +319,32 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
     assert told == f"--averaged: no peer of {teachers.folder} has rank-one members to average"
 
 
+def test_a_recipe_is_a_teacher_that_is_trained_first_wherever_it_stands(runs, tmp_path):
+    data = Run(runs["three"]).recipe.data
+    (tmp_path / "other.toml").write_text(TEACHER.replace("DATA", data.name).replace("NETWORK", "mlp"))
+    given = [runs["three"], tmp_path / "other.toml"]
+    for name, teachers in (("last", given), ("first", given[::-1])):
+        words = ("--run", tmp_path / name, "--into", "distillation/kd", *QUIET, *change("stages.0.epochs=1"))
+        assert "student" in called("distill", *teachers, *words)
+        assert Run(tmp_path / name).recipe.data == data
+    assert len(list(tmp_path.glob("*other-seed0*/weights-only.safetensors"))) == 1
+
+
+def test_a_teachers_recipe_may_leave_its_network_and_members_to_teachers_of_its_own(runs, tmp_path):
+    given = [str(runs["resnet"]), str(runs["resnet again"])]
+    quick = "'stages.0.epochs=1', 'stages.0.warmup=0', 'data.batch_size=24'"
+    inner = f"extends = 'distillation/latentbe'\nset = [{quick}, \"teachers.runs={given}\"]\n"
+    (tmp_path / "inner.toml").write_text(inner)
+    table = Run(runs["three"]).recipe.model_dump(exclude_none=True)["data"]
+    quick = ["stages.0.epochs=1", "stages.0.warmup=0", f"teachers.runs=['{tmp_path / 'inner.toml'}']"]
+    recipe = load_recipe("distillation/kd", quick)
+    data = recipe.data.model_copy(update={**table, "classes": 3})
+    run = train(recipe.model_copy(update={"data": data}), tmp_path / "student", device="cpu")
+    assert [peer.network for peer in run.recipe.peers] == ["resnet8"]
+    (teacher,) = tmp_path.glob("*inner-seed0*")
+    assert Run(teacher)["student"].members == 2
+
+
 def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     path = teachers.folder / "weights-teacher2.safetensors"
     changes = [f"teachers.runs=['{path}']", "stages.0.perturb.kind=ods"]
@@ -353,6 +379,7 @@ def test_distill_returns_a_plain_module_of_the_networks_own_class(tmp_path, reci
     trained = pb.load(tmp_path / "run", {"student": small()})["student"]
     assert trained.members == (4 if recipe == "distillation/latentbe" else 1)
     images = made_data().test.images
+    assert not any(module.training for module in found.modules())  # it predicts as it is handed over
     assert_same_prediction(found, trained, images)
     found(to_unit(images)).sum().backward()  # and it may go on learning
     assert all(p.grad is not None for p in found.parameters())
@@ -603,7 +630,15 @@ def test_a_recipe_for_a_single_teacher_is_named_that_has_its_data(tmp_path, caps
 
 def test_teachers_of_different_networks_are_refused_where_one_is_picked(runs, tmp_path, capsys):
     found = distill_refused(capsys, tmp_path, runs["three"], runs["resnet"])
-    assert found == "perturb 'tdiv_sdiv' picks teachers at random, which must have one network in common"
+    assert found == (
+        "perturb 'tdiv_sdiv' picks teachers at random, which must have one network in common; set "
+        "stages.*.perturb.kind=bald, which looks at all of them, or none"
+    )
+    for kind in ("bald", "none"):
+        words = ("--run", tmp_path / kind, *QUIET, *change("stages.0.epochs=1", f"stages.*.perturb.kind={kind}"))
+        assert "student" in called("distill", runs["three"], runs["resnet"], *words)
+    stages = [Run(tmp_path / kind).recipe.stages[0] for kind in ("bald", "none")]
+    assert [stage.perturb.kind if stage.perturb else None for stage in stages] == ["bald", None]
 
 
 def test_a_wrong_number_of_members_is_refused(runs, tmp_path, capsys):
@@ -638,6 +673,17 @@ def test_members_and_network_are_left_to_the_teachers(runs, tmp_path, predicts):
     assert job.recipe.peers[0].posterior.members == len(teachers) == (3 if predicts == "members" else 2)
 
 
+def test_a_student_has_the_network_of_the_peer_that_teaches_it_not_of_another_in_its_run(tmp_path):
+    tiny_run(tmp_path)
+    both = "[{ name = 'small', network = 'mlp', posterior = { kind = 'point' } }, "
+    both += "{ name = 'large', network = 'resnet8', posterior = { kind = 'point' } }]"
+    recipe = load_recipe(tmp_path / "teacher.toml", [f"peers={both}"])
+    run = train(recipe, tmp_path / "both", device="cpu").folder
+    for name, network in (("small", "mlp"), ("large", "resnet8")):
+        given = f"teachers.runs=['{run / f'weights-{name}.safetensors'}']"
+        assert fitted_to_teachers(load_recipe("distillation/kd", [given])).peers[0].network == network
+
+
 def test_best_without_validation_is_refused(runs, tmp_path, capsys):
     words = ("--into", "distillation/kd", *change("evaluation.keep=best", "data.validation=0"))
     found = distill_refused(capsys, tmp_path, runs["three"], *words)
@@ -660,6 +706,23 @@ def test_a_recipe_without_teachers_is_refused(runs, tmp_path, capsys):
 def test_learning_from_nobody_is_refused(tmp_path, capsys, setting, sentence):
     found = refused(capsys, "train", "mutual/digits-dnn", "--run", tmp_path / "run", *QUIET, *change(setting))
     assert found == f"{sentence}; add a [teachers] table"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "terms", "peer"),
+    [
+        ("mutual/digits-dnn", "kl = {}", "scratch"),  # a point has none
+        ("mutual/digits-dnn", "mutual = {}, weight_diversity = {}", "scratch"),  # alone
+        ("renyi/digits-resnet8-dml", "mutual = { graph = [{ teacher = 'first', student = 'second' }] }", "first"),
+    ],
+)
+def test_a_peer_that_no_term_teaches_anything_is_refused(tmp_path, capsys, recipe, terms, peer):
+    words = change(f"stages.0.terms={{ {terms} }}", "stages.0.epochs=1")
+    found = refused(capsys, "train", recipe, "--run", tmp_path / "run", *QUIET, *words)
+    names = "mutual, weight_diversity" if "weight" in terms else terms.split()[0]
+    told = f"peer '{peer}' can't learn from {names} alone: no gradient reaches it; add likelihood, say"
+    assert found == f"stages.0.terms: {told}"
     assert not (tmp_path / "run").exists()
 
 
@@ -728,13 +791,30 @@ def test_texts_are_distilled_but_not_perturbed(texts, tmp_path, capsys):
     words = ("--into", "distillation/kd")
     for kind in ("gaussian", "ods"):
         found = distill_refused(capsys, tmp_path, texts, *words, *change(f"stages.0.perturb={{kind='{kind}'}}"))
-        assert found == f"perturb '{kind}' is for images: leave it out for texts"
+        assert found == f"perturb '{kind}' is for images: set stages.*.perturb.kind=none for texts"
     words += ("--run", str(tmp_path / "student"), *QUIET, *change("stages.0.epochs=9"))
     with pytest.raises(SystemExit) as end:
         cli.main(["distill", str(texts), *words])
     assert not end.value.code
     lines = Run(tmp_path / "student").metrics
     assert lines[-1]["peers"]["student"]["loss"] < lines[0]["peers"]["student"]["loss"]
+
+
+def test_texts_are_distilled_through_averaged_members(texts, tmp_path):
+    shutil.copytree(texts, tmp_path / "again")
+    words = ("--run", tmp_path / "student", *QUIET, *change("stages.0.epochs=9", "stages.*.perturb.kind=none"))
+    called("distill", texts, tmp_path / "again", *words)
+    run = Run(tmp_path / "student")
+    assert run["student"].members == 2
+    assert run.metrics[-1]["peers"]["student"]["loss"] < run.metrics[0]["peers"]["student"]["loss"]
+
+
+def test_texts_have_no_figure_of_perturbations(texts, tmp_path, capsys):
+    shutil.copytree(texts, tmp_path / "again")
+    words = ("--into", "distillation/kd", "--run", tmp_path / "student", *QUIET, *change("stages.0.epochs=1"))
+    called("distill", texts, tmp_path / "again", *words)
+    found = refused(capsys, "figure", "perturbations", tmp_path / "student", "--out", tmp_path / "x.png")
+    assert found == f"{tmp_path / 'student'}: learnt texts, which take no steps: expected a run that learnt images"
 
 
 # ---- the packaged recipes -------------------------------------------------------------------------------------------

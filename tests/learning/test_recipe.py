@@ -338,6 +338,8 @@ def test_runs_of_recipes_with_a_point_in_their_name_have_folders_of_their_own():
     names = [name for name in packaged() if name.startswith("renyi/")]
     assert len({default_folder(name, 0) for name in names}) == len(names) >= 75
     assert default_folder("some/mine.toml", 3) == Path("runs/some-mine-seed3")
+    assert default_folder(str(Path.cwd() / "some" / "mine.toml"), 3) == Path("runs/some-mine-seed3")
+    assert {default_folder(name, 3) for name in ("/else/deep/mine.toml", "../mine.toml")} == {Path("runs/mine-seed3")}
 
 
 def test_the_methods_of_every_paper_can_be_tried_on_embedded_data():

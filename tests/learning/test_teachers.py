@@ -214,6 +214,20 @@ def test_networks_that_differ_in_more_than_what_learns_are_not_taken_for_one(cas
             torch.testing.assert_close(teachers.pick(run_plain, x, tensors, torch.tensor([number]), None), own)
 
 
+@pytest.mark.parametrize("first", ["point", "weights alone", "everything"])
+def test_teachers_of_one_network_may_keep_its_parameters_in_different_places(first):
+    given = {
+        "point": Point(network(1)),
+        "weights alone": MeanField(network(2), bayesian=lambda name, _: name.endswith("weight") and "bn" not in name),
+        "everything": MeanField(network(3), bayesian=lambda *_: True),
+    }
+    teachers, x = Teachers([given.pop(first), *given.values()]), images()
+    assert teachers.alike
+    tensors = teachers.tensors(0)
+    for number, own in enumerate(teachers.logits(run_plain, x, tensors, None)):
+        assert torch.equal(teachers.pick(run_plain, x, tensors, torch.tensor([number]), None), own)
+
+
 def test_no_teachers_at_all_are_refused():
     with pytest.raises(InputError, match="there are no teachers"):
         Teachers([])
@@ -538,6 +552,8 @@ def test_images_that_take_no_step_have_no_effect_to_be_noted():
 def test_one_teacher_cannot_be_compared(kind):
     with pytest.raises(InputError, match=f"perturb '{kind}' compares teachers, but there is only one"):
         learner(kind, points(1), RankOne(network(), 1))
+    with pytest.raises(InputError, match=r"there is only one; set teachers\.draws above 1, or take"):
+        learner(kind, [MeanField(network())], RankOne(network(), 1))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gaussian"])

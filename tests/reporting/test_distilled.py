@@ -16,7 +16,7 @@ from peerbayes.data import to_unit
 from peerbayes.learning import Run, load_data
 from peerbayes.noise import Address, permutation
 from peerbayes.reporting import write_figure
-from peerbayes.reporting.distilled import draw_diversity
+from peerbayes.reporting.distilled import draw_diversity, draw_perturbations
 from peerbayes.reporting.entropy import draw_entropy
 
 RECIPE = """
@@ -187,3 +187,35 @@ def test_kinds_of_steps_are_compared_by_how_far_apart_all_are(place, tmp_path):
         assert kinds["as they are"][who] == pytest.approx(sum(each).item() / 2, rel=1e-4)
     for kind in ("tdiv", "bald"):
         assert kinds[kind]["teachers"] > kinds["as they are"]["teachers"]
+
+
+def test_bars_of_a_kind_of_step_stand_together_though_runs_have_not_all_kinds():
+    heights = {"as they are": 1.0, "gaussian": 2.0, "ods": 3.0, "tdiv": 5.0, "tdiv_sdiv": 6.0, "bald": 7.0}
+    student = {kind: {"teachers": height, "members": 10 * height} for kind, height in heights.items()}
+    point = {kind: {"teachers": height} for kind, height in heights.items() if kind != "tdiv_sdiv"}
+    series = [{"label": "point", "kinds": point}, {"label": "student", "kinds": student}]
+    teachers, members = draw_perturbations({"series": series}).axes
+    colours = []
+    for axes, scale in ((teachers, 1), (members, 10)):
+        names = [text.get_text().replace("−", "_") for text in axes.get_xticklabels()]
+        assert names == list(heights)
+        for bars in axes.containers:
+            kinds = [names[math.floor(bar.get_x() + bar.get_width() / 2)] for bar in bars]
+            assert kinds == [kind for kind in heights if kind != "tdiv_sdiv" or bars.get_label() == "student"]
+            assert [bar.get_height() for bar in bars] == [scale * heights[kind] for kind in kinds]
+        colours.append({bars.get_label(): bars[0].get_facecolor() for bars in axes.containers})
+    assert list(colours[0]) == ["point", "student"]
+    assert colours[1] == {"student": colours[0]["student"]}  # one colour a run, in both
+
+
+def test_teachers_of_different_networks_are_compared_by_the_steps_that_they_can_take(place, tmp_path):
+    peers = TEACHERS.replace('"two", network = "mlp"', '"two", network = "resnet8"')
+    student = STUDENT.replace("RUN", str(tmp_path / "mixed"))
+    for name, given, stage in (("mixed", peers, "terms = { likelihood = {} }"), ("student", student, DISTIL)):
+        text = RECIPE.replace("METHOD", name).replace("DATA", str(place / "rows.npz"))
+        (tmp_path / f"{name}.toml").write_text(text.replace("PEERS", given).replace("STAGE", stage))
+        called("train", tmp_path / f"{name}.toml", "--run", tmp_path / name, *QUIET)
+    found = write_figure("perturbations", [tmp_path / "student"], tmp_path / "p.png", device="cpu")[1]
+    kinds = found["series"][0]["kinds"]
+    assert list(kinds) == ["as they are", "gaussian", "bald"]
+    assert kinds["bald"]["teachers"] > kinds["as they are"]["teachers"]

@@ -541,6 +541,21 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
     assert record["peers"][0]["nll"] == pytest.approx(pb.evaluation.nll_from_log(log_p, loaded.test.labels))
 
 
+@pytest.mark.parametrize("sort_peers", [False, True])
+def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers):
+    given = []
+    for seed, accuracies in enumerate([(0.90, 0.92), (0.94, 0.92)]):  # the first is now the worst, now the best
+        one = record("be", seed, accuracies)
+        one["peers"][0]["averaged"] = {"exact": {"accuracy": 0.5 + 0.1 * seed, "nll": 1.5, "ece": 0.125}}
+        given.append(one)
+    given.append(record("dnn", 0, (0.9,)))
+    lines = tables.text_table(given, sort_peers=sort_peers).splitlines()
+    start = lines.index("members as one network, averaged by exact:")
+    assert [line.split() for line in lines[start + 2 :]] == [
+        ["be", "scratch", "55.00", "±", "5.00", "1.500", "±", "0.000", "0.125", "±", "0.000"]
+    ]
+
+
 def test_runs_with_other_settings_are_never_averaged_as_if_they_were_seeds():
     one, two, other = (record("dnn", seed, (0.9,), settings=s) for seed, s in ((0, "a"), (1, "a"), (2, "b")))
     assert [len(group) for group in tables.grouped([one, two, other]).values()] == [2, 1]

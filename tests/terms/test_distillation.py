@@ -221,6 +221,12 @@ def test_a_cap_that_cannot_hold_means_equal_weights():
     assert number(value(one, "distil", teachers="adaptive")) == pytest.approx(number(value(one, "distil")), rel=1e-6)
 
 
+def test_more_teachers_than_can_be_weighed_are_counted():
+    batch = made_batch(logits(IMAGES), logits(17, IMAGES, seed=1))
+    with pytest.raises(InputError, match="weighs at most 16 teachers adaptively, but there are 17"):
+        value(batch, "distil", teachers="adaptive")
+
+
 def test_adaptive_weights_of_a_student_with_members_go_by_its_mean_prediction():
     own, teachers = logits(2 * IMAGES), logits(4, IMAGES, seed=1)
     q, p = [softened(z, 4) for z in own.split(IMAGES)], softened(teachers, 4)

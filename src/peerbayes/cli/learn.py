@@ -156,7 +156,7 @@ def _train_and_show(
 
 
 def distill(
-    runs: Annotated[list[Path], typer.Argument(help="Trained runs, or weights files of runs: the teachers.")],
+    runs: Annotated[list[Path], typer.Argument(help="The teachers: trained runs, weights files of runs, or recipes.")],
     into: Annotated[str, typer.Option(help="Recipe of the student; a name or TOML file.")] = "distillation/latentbe",
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Seed = 0,

@@ -53,6 +53,7 @@ class _Divisible(Protocol):
 
 Part = TypeVar("Part", bound=_Divisible)
 
+IN_MEMORY = "arrays"  # the name of a data set that was given none
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
 
 
@@ -155,7 +156,7 @@ def from_arrays(
     validation: tuple[Any, Any] | int | float = 0,
     *,
     names: Sequence[str] | None = None,
-    name: str = "arrays",
+    name: str = IN_MEMORY,
 ) -> Dataset:
     """Make a data set of images in memory, as :func:`load` makes one of an ``.npz`` file.
 
@@ -336,7 +337,7 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
                     f"{place}: expected an .npz file, an image folder, texts (.csv, .json) or a known name"
                 )
             return read_npz(place, want_train)
-    hint = nearest(str(name), names())
+    hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
     looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
     raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
 

@@ -12,7 +12,7 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import fit
-from peerbayes.learning.recipe import Recipe, change, load_recipe, packaged
+from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
@@ -30,7 +30,7 @@ def distill(
     overrides: Sequence[str] = (),
     **how: Any,
 ) -> nn.Module:
-    """Train a network to predict what an ensemble does, and return it as a plain module.
+    """Train a network to predict what an ensemble does, and return it as a plain module, in evaluation mode.
 
     Args:
         teachers: trained posteriors, or runs, all of whose peers teach. Of Bayesian ones every step takes new draws.
@@ -80,11 +80,12 @@ def distill(
     own = student.device
     device = own if own.type != "cpu" else found[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
-    return trained["student"].materialise()
+    # In training mode its first prediction would use, and change, batch-norm's statistics.
+    return trained["student"].materialise().eval()
 
 
 def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:
-    """Return a recipe with these runs as its teachers, and with the data that the first of them has learnt."""
+    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt."""
     base = load_recipe(into)
     if base.teachers is None:
         raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
@@ -92,8 +93,8 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
         if run not in packaged() and not Path(run).expanduser().exists():
             raise InputError(f"{run}: there is no such run folder, weights file of a run, or recipe")
     table = base.model_dump(exclude_none=True)
-    teacher, _ = peers_at(runs[0])
-    table["data"] = teacher.recipe.data.model_dump(exclude_none=True)
+    first = load_recipe(str(runs[0])) if is_recipe(str(runs[0])) else peers_at(runs[0])[0].recipe
+    table["data"] = first.data.model_dump(exclude_none=True)
     table["teachers"]["runs"] = [str(Path(run)) for run in runs]
     for one in changes:
         change(table, one, f"recipe {into}")

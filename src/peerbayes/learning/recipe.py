@@ -66,6 +66,12 @@ class Recipe(Strict):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
+def is_recipe(source: str) -> bool:
+    """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
+    path = Path(source).expanduser()
+    return source in packaged() or (path.is_file() and path.suffix != ".safetensors")
+
+
 @functools.cache
 def packaged() -> Mapping[str, Path]:
     """Return the recipes that come with the library, by name (``mutual/digits-ours``)."""

@@ -11,6 +11,7 @@ weights-PEER.safetensors the trained posteriors
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -260,7 +261,14 @@ def network_inputs(loaded: Dataset) -> networks.Inputs:
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
     """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``."""
-    return runs / f"{Path(recipe_name.removesuffix('.toml')).as_posix().strip('/').replace('/', '-')}-seed{seed}"
+    return runs / f"{slug(recipe_name)}-seed{seed}"
+
+
+def slug(recipe: str | Path) -> str:
+    """Return a folder's name for a recipe's name or file: its path from here, or its last part if it lies apart."""
+    path = Path(str(recipe).removesuffix(".toml"))
+    path = Path(os.path.relpath(path)) if path.is_absolute() else path
+    return "-".join(path.parts if ".." not in path.parts else path.parts[-1:])
 
 
 def environment(device: torch.device) -> dict[str, Any]:

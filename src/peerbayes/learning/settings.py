@@ -188,7 +188,7 @@ class Teachers(Strict):
     draws: PositiveInt = 1
 
 
-Kind = Literal["gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
 
 
 class Perturb(Strict):
@@ -197,7 +197,8 @@ class Perturb(Strict):
     Attributes:
         kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its
             confidence (``conf_ods``); to where two teachers differ (``tdiv``) and the two members of the student that
-            learn from them agree (``tdiv_sdiv``); or to where all teachers disagree (``bald``).
+            learn from them agree (``tdiv_sdiv``); or to where all teachers disagree (``bald``). ``none`` stands for no
+            such table.
         temperature: of the teacher in ``ods`` and ``conf_ods``.
     """
 
@@ -254,6 +255,12 @@ class Stage(Strict):
     def layers(self) -> list[str]:
         """Layers whose features the terms look at, each once."""
         return list(dict.fromkeys(layer for options in self.terms.values() for layer in options.get("layers", [])))
+
+    @field_validator("perturb")
+    @classmethod
+    def _no_steps(cls, given: Perturb | None) -> Perturb | None:
+        # A line such as --set can change a table, but not take it away.
+        return None if given is None or given.kind == "none" else given
 
     @field_validator("terms")
     @classmethod

@@ -12,7 +12,7 @@ import torch
 from peerbayes import networks
 from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, OptionError, within
-from peerbayes.learning.recipe import Recipe, load_recipe, packaged
+from peerbayes.learning.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
@@ -20,6 +20,7 @@ from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import SEVERAL, Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
+from peerbayes.posteriors.shared import usually_shared
 from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
 
 # options of a shared posterior that do not make its codebook
@@ -114,7 +115,9 @@ def shared_of(
     with within(f"peer '{name}'"):
         book, account = share(posterior, Sharing(**table), gradient, seed)
     how = options.model_dump(include=DRAWN) | {"seed": seed, "name": name}
-    shared = Shared(network, book, start_from=posterior, **how).to(posterior.device)
+    # What is not Bayesian there has no scale, and is not shared.
+    names = usually_shared(posterior.network, posterior.layout.shapes)
+    shared = Shared(network, book, start_from=posterior, weights=names, **how).to(posterior.device)
     shared.account = account
     shared.merging = options.merge.model_dump() if options.merge_every_epoch else None
     return shared
@@ -136,7 +139,7 @@ def source_of(peer: Peer, recipe: Recipe, seed: int, runs: Path) -> Path | Job |
         return Path(source)
     if (Path(source) / "recipe.toml").is_file():
         return _only_weights(Run(source), peer)
-    if source not in packaged() and not Path(source).is_file():
+    if not is_recipe(source):
         raise InputError(f"peer '{peer.name}': start_from '{source}' is neither a recipe, a run folder nor a file")
     named = load_recipe(source)
     if len(named.peers) != 1:
@@ -157,7 +160,7 @@ def _fitting(source: str, named: Recipe, recipe: Recipe, seed: int, runs: Path, 
     folder = default_folder(source, seed, runs)
     if fitted != named:
         folder = folder.with_name(f"{folder.name}-{fitted.digest}")
-    return Job(fitted, folder, seed)
+    return Job(fitted_to_teachers(fitted), folder, seed)
 
 
 def teacher_sources(job: Job) -> list[Path | Job]:
@@ -173,7 +176,7 @@ def teacher_sources(job: Job) -> list[Path | Job]:
         path = Path(source).expanduser()
         if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
             found.append(path)
-        elif source in packaged() or path.is_file():
+        elif is_recipe(source):
             _refuse_circle(source)
             found.append(_fitting(source, load_recipe(source), job.recipe, job.seed, job.folder.parent, {}))
         else:
@@ -229,7 +232,7 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         with within("teachers.runs"):
             if folder.is_dir() and not (folder / "recipe.toml").is_file():
                 peers_at(path)  # knows what is wrong with it
-            known.append(load_recipe(folder / "recipe.toml" if folder.is_dir() else source))
+            known.append(load_recipe(folder / "recipe.toml") if folder.is_dir() else _recipe_of(source))
         where = str(folder.resolve()) if folder.exists() else source
         for peer in known[-1].peers:
             if folder != path and path.name != f"weights-{peer.name}.safetensors":
@@ -247,10 +250,16 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
     ]
     for peer in table["peers"]:
         if peer["network"] == "teachers":
-            peer["network"] = known[0].peers[0].network
+            peer["network"] = next(iter(taught.values()), known[0].peers[0]).network
         if peer["posterior"].get("members") == 0:
             peer["posterior"]["members"] = count
     return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def _recipe_of(source: str) -> Recipe:
+    """Return the recipe of a teacher that may have to be trained, with what it leaves to teachers of its own."""
+    _refuse_circle(source)
+    return fitted_to_teachers(load_recipe(source))
 
 
 def _refuse_comparing(recipe: Recipe, teacher: Peer) -> None:
@@ -307,7 +316,7 @@ def _refuse_circle(source: str, above: tuple[str, ...] = ()) -> None:
     """Refuse a recipe that needs itself, to start from or as a teacher."""
     if source in above:
         raise InputError(f"recipe '{source}' leads back to itself, by way of {' and '.join(above)}: a circle")
-    if source.endswith(".safetensors") or not (source in packaged() or Path(source).is_file()):
+    if not is_recipe(source):
         return
     recipe = load_recipe(source)
     needed = [peer.start_from for peer in recipe.peers if peer.start_from is not None]

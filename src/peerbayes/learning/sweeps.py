@@ -27,7 +27,7 @@ from peerbayes.learning.how import Engine, Precision
 from peerbayes.learning.jobs import Loaded, check_jobs, train_jobs
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, environment, pick_device
+from peerbayes.learning.run import Run, environment, pick_device, slug
 from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study, hide_password, reaching, require_optuna
@@ -120,7 +120,7 @@ def sweep(
     loaded = Loaded(root)
     changes = _with_validation(recipe, changes, validation, loaded, reporter)
     base = load_recipe(recipe, changes)
-    folder, name = Path(out) if out is not None else Path("sweeps") / _slug(recipe), study or base.name
+    folder, name = Path(out) if out is not None else Path("sweeps") / slug(recipe), study or base.name
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder for the sweep")
     how: dict[str, Any] = {"device": where, "root": root, "engine": engine, "precision": precision}
@@ -189,10 +189,6 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
     if found == "grid" and trials is not None:
         raise InputError("a grid takes every setting: --trials is for --sampler tpe")
     return found
-
-
-def _slug(recipe: str | Path) -> str:
-    return Path(str(recipe).removesuffix(".toml")).as_posix().strip("/").replace("/", "-")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
 SEVERAL = (*PAIRS, "bald")  # and those that need more than one
+PICKS = (*PAIRS, "ods", "conf_ods")  # those that pick teachers at random, by their number
 PART = 32  # images of one pair, where the effect of a step is looked at: a batch has one alone
 
 
@@ -38,11 +39,10 @@ class Plain:
         return cls(posterior, copy.deepcopy(posterior.network).eval())
 
     def same_as(self, other: Plain) -> bool:
-        """Whether the other's tensors fit this network."""
+        """Whether the other's tensors fit this network, whichever of them it keeps in which flat tensor."""
         mine, theirs = (
             (
-                p.posterior.layout.shapes,
-                p.posterior.rest_layout.shapes,
+                p.posterior.layout.shapes | p.posterior.rest_layout.shapes,
                 {name: tensor.shape for name, tensor in _fixed(p.posterior).items()},
                 str(p.network),  # activations and the like, which have no tensors
             )
@@ -126,6 +126,7 @@ class Teachers:
         self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
     ) -> Tensor:
         """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network."""
+        tensors = [self._as_first(place, own) for (place, _), own in zip(self.places, tensors, strict=True)]
         flat, rest = (torch.stack(list(found)) for found in zip(*((t.flat, t.rest) for t in tensors), strict=True))
         chosen = {
             name: torch.stack([own.fixed[name] for own in tensors]).index_select(0, number)[0]
@@ -133,6 +134,15 @@ class Teachers:
         }
         own = Tensors(flat.index_select(0, number)[0], rest.index_select(0, number)[0], chosen)
         return run(self._plain[0], images, own, autocast)
+
+    def _as_first(self, place: int, own: Tensors) -> Tensors:
+        """Return a posterior's tensors as they lie in the first one; a codebook, say, has its biases elsewhere."""
+        first, posterior = ((p.layout, p.rest_layout) for p in (self.posteriors[0], self.posteriors[place]))
+        if all(list(a.shapes.items()) == list(b.shapes.items()) for a, b in zip(first, posterior, strict=True)):
+            return own
+        named = posterior[0].views(own.flat) | posterior[1].views(own.rest)
+        flat, rest = (layout.flatten(named).to(own.flat.device) for layout in first)
+        return Tensors(flat, rest, own.fixed)
 
 
 def _fixed(posterior: Posterior) -> dict[str, Tensor]:
@@ -184,12 +194,16 @@ class Perturbation:
         if teachers is None:
             raise InputError(f"perturb '{self.kind}' needs teachers, but the recipe has none; add a [teachers] table")
         if self.kind in SEVERAL and len(teachers) < 2:
+            more = "set teachers.draws above 1" if teachers.posteriors[0].stochastic else "give it two or more"
             raise InputError(
-                f"perturb '{self.kind}' compares teachers, but there is only one; give it two or more, or take a "
-                "recipe for one, such as distillation/kd"
+                f"perturb '{self.kind}' compares teachers, but there is only one; {more}, or take a recipe for one, "
+                "such as distillation/kd"
             )
-        if self.kind != "bald" and not teachers.alike:
-            raise InputError(f"perturb '{self.kind}' picks teachers at random, which must have one network in common")
+        if self.kind in PICKS and not teachers.alike:
+            raise InputError(
+                f"perturb '{self.kind}' picks teachers at random, which must have one network in common; set "
+                "stages.*.perturb.kind=bald, which looks at all of them, or none"
+            )
         if self.kind == "tdiv_sdiv":
             name, student = next(iter(students.items()))
             if len(students) > 1 or not isinstance(student, RankOne) or student.members != len(teachers):
@@ -223,7 +237,7 @@ class Perturbation:
             forked: a context at whose end all lanes have been run.
         """
         if not images.is_floating_point() or images.dim() != 4:
-            raise InputError(f"perturb '{self.kind}' is for images: leave it out for texts")
+            raise InputError(f"perturb '{self.kind}' is for images: set stages.*.perturb.kind=none for texts")
         address = Address(self.seed, "data", "perturb", number)
         if self.kind == "gaussian":
             return gaussian_step(images, address, first)

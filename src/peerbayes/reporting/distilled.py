@@ -19,7 +19,7 @@ from peerbayes.learning import Run, load_data
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.settings import Kind, Perturb
 from peerbayes.learning.sources import Job, build_teachers
-from peerbayes.learning.teachers import Perturbation, Teachers, all_logits
+from peerbayes.learning.teachers import PICKS, Perturbation, Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
 from peerbayes.reporting.figures import COLOURS, name_epochs, panels
@@ -86,17 +86,24 @@ def diversity(folders: Iterable[str | Path]) -> Record:
 
 
 def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """How far apart teachers and members are for training images as they are, and after each kind of step."""
+    """How far apart teachers and members are for training images as they are, and after each kind of step.
+
+    Of the kinds that are possible: two of the teachers can't be compared where their networks differ, nor members
+    where there is not one for each teacher.
+    """
     where, series = pick_device(device), []
     for run in open_runs(folders):
         loaded = load_data(run.recipe, root, run.vocabulary)
         teachers = build_teachers(Job(run.recipe, run.folder, run.seed), loaded, where)
         if teachers is None or len(teachers) < 2:
             raise InputError(f"{run.folder}: expected a student of two teachers or more")
+        if loaded.vocabulary is not None:
+            raise InputError(f"{run.folder}: learnt texts, which take no steps: expected a run that learnt images")
         name = next(iter(run))
         student = run[name].to(where)
         images = to_unit(_some(loaded, "train", where)[0])
-        kinds = [kind for kind in KINDS if kind != "tdiv_sdiv" or student.members == len(teachers)]
+        kinds = [kind for kind in KINDS if teachers.alike or kind not in PICKS]
+        kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
         found = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(Perturb(kind=kind), teachers, {name: student}, run.seed)
@@ -181,13 +188,17 @@ def _over_epochs(axes: Any, values: Sequence[float | None] | None, style: str, *
 def draw_perturbations(found: Record) -> Figure:
     """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
     figure, (places,) = panels(1, 2, 5.2, 3.8)
+    coloured = list(zip(found["series"], itertools.cycle(COLOURS)))
     for axes, who in zip(places, WHO, strict=True):
-        shown: Sequence[Record] = [one for one in found["series"] if who in one["kinds"]["as they are"]]
-        for number, one in enumerate(shown):
-            kinds = {kind: values[who] for kind, values in one["kinds"].items()}
-            where = [place + number / (len(shown) + 1) for place in range(len(kinds))]
-            axes.bar(where, list(kinds.values()), 1 / (len(shown) + 1), color=COLOURS[number % 7], label=one["label"])
-            axes.set_xticks(range(len(kinds)), [kind.replace("_", "−") for kind in kinds], rotation=30)
+        shown = [(one, colour) for one, colour in coloured if who in one["kinds"]["as they are"]]
+        # Not every run has every kind: each kind has one place for all.
+        names = [name for name in ("as they are", *KINDS) if any(name in one["kinds"] for one, _ in shown)]
+        width = 1 / (len(shown) + 1)
+        for number, (one, colour) in enumerate(shown):
+            where = [names.index(kind) + number * width for kind in one["kinds"]]
+            heights = [values[who] for values in one["kinds"].values()]
+            axes.bar(where, heights, width, color=colour, label=one["label"])
+        axes.set_xticks(range(len(names)), [name.replace("_", "−") for name in names], rotation=30)
         axes.set_title(who)
         axes.set_ylabel("KL between two (nats per image)")
         if shown:

@@ -133,8 +133,13 @@ def averaged_ways(records: Sequence[Record]) -> list[str]:
 
 
 def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
-    """Return the records with members that were averaged, with the figures of that in the place of the others."""
-    return _elsewhere(records, lambda judged: judged.get(AVERAGED, {}).get(way))
+    """Return the records with members that were averaged, with the figures of that in the place of the others.
+
+    Peers without members are left out.
+    """
+    judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
+    with_members = [record for record in judged if record["peers"]]
+    return _elsewhere(with_members, lambda peer: peer.get(AVERAGED, {}).get(way))
 
 
 def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -153,7 +158,8 @@ def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
 def sorted_peers(records: Sequence[Record]) -> list[Record]:
     """Return the records with peers by rising accuracy on the test split instead of by name, each record by itself.
 
-    Means over the last epochs are sorted by their own accuracies. A single peer keeps its name.
+    Means over the last epochs, and members as one network, are sorted by their own accuracies. A single peer keeps its
+    name.
     """
     return [_sorted_record(record) if len(record["peers"]) > 1 else record for record in records]
 
@@ -234,15 +240,17 @@ def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: 
         calibrated: add figures after temperature scaling.
         sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
     """
-    records = sorted_peers(records) if sort_peers else records
+    merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
+    if sort_peers:
+        records, merged = sorted_peers(records), {way: sorted_peers(found) for way, found in merged.items()}
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
     columns = FIGURES | (CALIBRATED if calibrated else {})
     text = _section(records, columns, FIGURES)
-    for way in averaged_ways(records):
+    for way, found in merged.items():
         heading = f"members as one network, averaged by {way}:"
-        text += ["", heading, *_section(only_averaged(records, way), columns, FIGURES)]
+        text += ["", heading, *_section(found, columns, FIGURES)]
     for heading, last in last_headings(records).items():
         text += ["", f"{heading}:", *_section(last, LAST, LAST)]
     if bad := only_corrupted(records):

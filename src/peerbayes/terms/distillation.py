@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peerbayes.dirichlet import dirichlet_kl, proxy_dirichlet
 from peerbayes.errors import InputError
-from peerbayes.quadratic import least_norm_weights
+from peerbayes.quadratic import MOST, least_norm_weights
 from peerbayes.terms.mutual import Temperature
 from peerbayes.terms.registry import term
 from peerbayes.terms.step import Step
@@ -46,6 +46,8 @@ def distil(
     elif teachers == "mean":
         target = targets.mean(0)
     else:
+        if len(targets) > MOST:
+            raise InputError(f"weighs at most {MOST} teachers adaptively, but there are {len(targets)}")
         weights = adaptive_weights(targets, own.detach().exp().mean(0), cap, per)
         target = (weights * targets).sum(0)
         step.note("largest_weight", weights.amax(0).mean())
