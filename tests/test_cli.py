@@ -614,7 +614,7 @@ def test_a_run_replays_what_was_evaluated_and_finds_its_data_from_anywhere(train
 
 def test_a_network_that_cannot_take_the_images_is_one_sentence(place, tmp_path):
     with pytest.raises(
-        peerbayes.InputError, match=r"network of peer 'x' can't take small's images, of shape \(1, 8, 8\)"
+        peerbayes.InputError, match=r"network of peer 'x' can't take small's inputs, of shape \(1, 8, 8\)"
     ):
         peerbayes.fit(
             {"x": peerbayes.Point(torch.nn.Linear(3, 3))},

@@ -164,7 +164,7 @@ def unbuilt(inputs):
 def greedy(inputs, more):
     pass
 """
-TAKES = "the network of peer 'only' can't take small's images, of shape (1, 8, 8): "
+TAKES = "the network of peer 'only' can't take small's inputs, of shape (1, 8, 8): "
 NETWORKS = {
     "mine:key": TAKES + "KeyError: 'logits'",
     "mine:bare": TAKES + "AssertionError",

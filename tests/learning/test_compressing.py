@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -67,12 +68,16 @@ def test_without_outliers_and_blends_there_are_none(field, em_steps):
 
 @pytest.mark.parametrize("em_steps", [0, 20])
 def test_no_component_has_fewer_weights_than_the_smallest(field, em_steps):
-    options = Sharing(blend=False, top=0.0, em_steps=em_steps, merge={"distance": 0.0})
-    book, account = share(field["net"], options, None)
+    posterior = copy.deepcopy(field["net"])
+    with torch.no_grad():
+        posterior.mean[:7] = 5.0  # a component by themselves, whatever the others are
+    options = Sharing(blend=False, threshold=10.0, top=0.0, em_steps=em_steps, merge={"distance": 0.0})
+    book, account = share(posterior, options, None)
     inlier = torch.ones(account["weights"], dtype=torch.bool).index_fill(0, book.outlier, False)
     count = book.label[inlier].bincount(minlength=len(book.component))
     assert int(count.min()) >= options.smallest
-    assert account["outliers_of_small_components"] > 0
+    assert account["outliers_of_small_components"] == len(book.outlier) >= 7
+    assert torch.equal(book.outlier[:7], torch.arange(7))
 
 
 def test_the_same_seed_gives_the_same_codebook(field):
@@ -189,7 +194,7 @@ def test_what_does_not_fit_a_posterior_is_refused_before_anything_is_trained(tmp
     wide, many = torch.rand(60, 9, 9, generator=generator), torch.rand(60, 8, 8, generator=generator)
     fitting = {"data": "digits", "overrides": ["stages.0.terms.kl.scheme=elbo"]}
     for changes, sentence in (
-        ({"data": pb.data.from_arrays((wide, torch.arange(60) % 10))}, r"can't take arrays's images, of shape \(1, 9"),
+        ({"data": pb.data.from_arrays((wide, torch.arange(60) % 10))}, r"can't take arrays's inputs, of shape \(1, 9"),
         ({"data": pb.data.from_arrays((many, torch.arange(60) % 20))}, "arrays has 20 classes"),
         ({"overrides": ["stages.0.terms.feature_diversity={layers=['x']}"]}, "has no layer 'x'"),
     ):

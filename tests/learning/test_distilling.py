@@ -411,6 +411,22 @@ def test_a_run_brings_the_data_that_its_student_learns(teachers, tmp_path, monke
     assert (run.seed, run.finished) == (3, True)
 
 
+def test_folders_and_files_of_runs_teach_as_runs_do(teachers, tmp_path):
+    net = networks.build("mlp", networks.Inputs(10, (1, 8, 8), (0.3,), (0.4,)))
+    file = teachers.weights_file("teacher2")
+    how = {"recipe": "distillation/kd", "overrides": ["stages.0.epochs=1"], "data": load_data(teachers.recipe)}
+    ways = {"run": teachers, "folder": teachers.folder, "text": str(teachers.folder), "file": [file]}
+    ways["alone"] = teachers["teacher2"]
+    found = {way: pb.distill(given, net, run=tmp_path / way, **how).state_dict() for way, given in ways.items()}
+    for name, tensor in found["run"].items():
+        assert torch.equal(found["folder"][name], tensor)
+        assert torch.equal(found["text"][name], tensor)
+        assert torch.equal(found["file"][name], found["alone"][name])
+    assert not all(torch.equal(found["file"][name], tensor) for name, tensor in found["run"].items())
+    pb.distill(teachers.folder, net, run=tmp_path / "own", **(how | {"data": None}))
+    assert Run(tmp_path / "own").recipe.data.batch_size == teachers.recipe.data.batch_size
+
+
 def test_random_factors_of_a_student_follow_the_seed(tmp_path):
     still = ["stages.0.epochs=1", "stages.0.optimizer={name='sgd', lr=1e-30}", "peers.0.posterior.factors=random"]
     found = []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peerbayes import networks
 from peerbayes.errors import InputError
 from peerbayes.learning import Recipe, default_folder, load_recipe, packaged
+from peerbayes.learning.recipe import changes_of
 
 OURS = "mutual/cifar100-resnet20-ours"
 
@@ -28,6 +29,7 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
     path = tmp_path / "recipe.toml"
     path.write_text(recipe.to_toml(), encoding="utf-8")
     assert load_recipe(path) == recipe
+    assert changes_of(recipe) == []
     # Complete: nothing is left to a default that a later version might change.
     table = tomllib.loads(recipe.to_toml())
     assert set(table) | {"teachers"} == set(Recipe.model_fields)  # TOML has no word for "none"
@@ -36,6 +38,33 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
     assert all("weight" in options for stage in table["stages"] for options in stage["terms"].values())
     known = {*networks.names(), *(["teachers"] if "teachers" in table else [])}
     assert all(peer["network"].startswith("timm/") or peer["network"] in known for peer in table["peers"])
+
+
+def test_changes_are_the_lines_that_make_the_recipe_again():
+    lines = [
+        "data.augment=[]",
+        "data.validation=0.25",
+        "stages.0.epochs=7",
+        "stages.0.lr_milestones=[3, 5]",
+        "stages.0.terms.kl.scheme=elbo",
+        "stages.1.freeze_rest=true",
+        "evaluation.keep=best",
+    ]
+    changed = load_recipe(OURS, lines)
+    assert sorted(changes_of(changed)) == sorted(lines)
+    assert load_recipe(OURS, changes_of(changed)) == changed
+    assert changes_of(Recipe.parse(changed.model_dump() | {"name": "own"}, "own")) == []
+
+
+def test_changes_do_not_tell_where_things_lie():
+    name = "distillation/cifar10-wrn28x1-latentbe-tdiv-sdiv-de4"
+    runs = ["/home/me/runs/first", "/home/me/runs/second/weights-a.safetensors", "distillation/kd"]
+    changed = load_recipe(name, [f"teachers.runs={runs}", "data.name=/home/me/own.npz", "stages.0.perturb.kind=none"])
+    assert changes_of(changed) == [
+        "data.name=own.npz",
+        "teachers.runs=[first, second/weights-a.safetensors, distillation/kd]",
+        "stages.0.perturb=none",
+    ]
 
 
 def test_ours_has_the_papers_settings():

@@ -420,6 +420,25 @@ def alphas(claims):
     return [claim.setting["mutual.alpha"] for claim in claims]
 
 
+def test_a_study_that_another_process_begins_at_the_same_moment_is_shared(tmp_path, monkeypatch):
+    begun = contextlib.ExitStack()
+
+    def after_the_first_look(look):
+        def looked(*arguments, **options):
+            found = look(*arguments, **options)
+            monkeypatch.undo()
+            assert alphas(begun.enter_context(opened(tmp_path)).claim(1)) == [0]
+            return found
+
+        return looked
+
+    attributes = optuna.Study.user_attrs.fget
+    monkeypatch.setattr(optuna.Study, "get_trials", after_the_first_look(optuna.Study.get_trials))
+    monkeypatch.setattr(optuna.Study, "user_attrs", property(after_the_first_look(attributes)))
+    with begun, opened(tmp_path, "b") as second:
+        assert alphas(second.claim(5)) == [1, 2]
+
+
 @posix
 def test_what_the_living_hold_is_not_taken_and_what_the_dead_held_is(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path) as second:

@@ -548,10 +548,17 @@ def test_materialise_keeps_ties_frozen_parameters_and_recurrent_layers():
     assert all(p.grad is not None for p in plain.parameters() if p.requires_grad)
 
 
-def test_a_posterior_over_recurrent_layers_can_be_copied_after_a_training_pass():
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_posterior_over_recurrent_layers_can_be_copied_after_a_training_pass(fails):
     posterior = MeanField(own(), rho=-2.0, bayesian=recurrent_too).train()
     x = torch.rand(4, 3, 5, 7)
     posterior(x, posterior.draw(HERE)).sum().backward()
+    if fails:
+        weights = posterior.draw(HERE)
+        posterior.network.lstm.input_size = 6  # the layer itself refuses its input
+        with pytest.raises(RuntimeError, match="Expected 6"):
+            posterior(x, weights)
+        posterior.network.lstm.input_size = 5
     twin, plain = copy.deepcopy(posterior).eval(), posterior.materialise(posterior.draw(HERE)).eval()
     with torch.no_grad():
         expected = posterior.eval()(x, posterior.draw(HERE))

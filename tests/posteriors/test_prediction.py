@@ -419,6 +419,29 @@ def test_draws_at_once_keep_within_the_memory_they_are_given(most, monkeypatch):
     close(together, apart, rtol=1e-5, atol=1e-6)
 
 
+class Count(prediction.Watcher):
+    def __init__(self):
+        self.told = []
+
+    def begin(self, passes):
+        self.told.append([0, passes])
+
+    def advance(self, passes):
+        self.told[-1][0] += passes
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("settle", [None, 0.3])
+def test_a_watcher_is_told_of_every_pass_of_every_image(at_once, settle, monkeypatch):
+    monkeypatch.setitem(prediction.TOGETHER, "cpu", 10**6 if at_once else 0)
+    count, found = Count(), posterior()
+    with prediction.watched(count):
+        made = found.predict(images(), 6, batch_size=3, settle=settle)
+        Point(Net()).predict(images(), 6)
+    found.predict(images(), 6)  # nobody watches any more
+    assert count.told == [[int(made.draws.sum()), 6 * 7], [7, 7]]
+
+
 class Greedy(nn.Module):
     """Has memory for so many images."""
 

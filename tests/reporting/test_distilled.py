@@ -14,8 +14,9 @@ from sklearn.metrics import roc_auc_score
 from commands import QUIET, called, refused
 from peerbayes.data import to_unit
 from peerbayes.learning import Run, load_data
+from peerbayes.learning.teachers import Perturbation
 from peerbayes.noise import Address, permutation
-from peerbayes.reporting import write_figure
+from peerbayes.reporting import distilled, write_figure
 from peerbayes.reporting.distilled import draw_diversity, draw_perturbations
 from peerbayes.reporting.entropy import draw_entropy
 
@@ -187,6 +188,22 @@ def test_kinds_of_steps_are_compared_by_how_far_apart_all_are(place, tmp_path):
         assert kinds["as they are"][who] == pytest.approx(sum(each).item() / 2, rel=1e-4)
     for kind in ("tdiv", "bald"):
         assert kinds[kind]["teachers"] > kinds["as they are"]["teachers"]
+
+
+def test_steps_are_taken_at_the_temperature_of_the_run(place, tmp_path, monkeypatch):
+    text = (place / "moved.toml").read_text().replace('"one_to_one" }', '"one_to_one", temperature = 7.0 }')
+    (tmp_path / "warm.toml").write_text(text.replace('{ kind = "tdiv_sdiv" }', '{ kind = "ods", temperature = 3.0 }'))
+    called("train", tmp_path / "warm.toml", "--run", tmp_path / "warm", *QUIET)
+    seen = {}
+
+    class Seen(Perturbation):
+        def __init__(self, options, *others):
+            seen[options.kind] = options.temperature
+            super().__init__(options, *others)
+
+    monkeypatch.setattr(distilled, "Perturbation", Seen)
+    write_figure("perturbations", [tmp_path / "warm"], tmp_path / "p.png", device="cpu")
+    assert (seen["ods"], seen["conf_ods"]) == (3.0, 7.0)
 
 
 def test_bars_of_a_kind_of_step_stand_together_though_runs_have_not_all_kinds():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,6 +67,50 @@ def test_every_byte_of_the_file_is_in_one_part(kind, runs, accounts):
     for form in forms.values():
         assert form["percent"] == pytest.approx(100 * form["bytes"] / whole["bytes"])
         assert "nll" not in form
+
+
+def test_a_record_says_what_a_codebook_holds_and_what_was_changed_for_it(runs, accounts):
+    record = reporting.evaluate(runs / "shared", device="cpu")
+    counts = {key: accounts["shared"][key] for key in ("outliers", "blended", "components")}
+    assert record["peers"][0]["codebook"] == counts
+    changed = {line.partition("=")[0]: line.partition("=")[2] for line in record["changed"]}
+    assert changed["peers.0.start_from"] == "mean_field"
+    assert changed["peers.0.posterior.components"] == "30"
+    assert str(runs) not in json.dumps(record)
+    assert "codebook" not in reporting.evaluate(runs / "point", device="cpu")["peers"][0]
+
+
+def test_predictions_that_take_long_have_a_bar_on_a_terminal(runs):
+    """In a terminal of its own; elsewhere, and for short ones, there is none."""
+    if sys.platform == "win32":
+        pytest.skip("needs a pseudo-terminal")
+    import pty
+
+    shown = {}
+    for patience in (-1.0, 60.0):
+        code = (
+            "import functools, peerbayes.cli.look as look\n"
+            f"look.waiting = functools.partial(look.waiting, patience={patience})\n"
+            "from peerbayes import cli\n"
+            f"cli.main(['size', {str(runs / 'shared')!r}, '--evaluate', '--device', 'cpu'])\n"
+        )
+        upper, lower = pty.openpty()
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=lower, stdin=lower, text=True, timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"},
+        )  # fmt: skip
+        os.close(lower)
+        shown[patience] = b""
+        with contextlib.suppress(OSError):  # what Linux says at its end
+            while part := os.read(upper, 1 << 16):
+                shown[patience] += part
+        os.close(upper)
+        assert done.returncode == 0, shown[patience].decode()
+        assert "predicting" not in done.stdout
+        assert "int8" in done.stdout or "8 bits" in done.stdout
+    assert b"predicting" in shown[-1.0]
+    assert b"100%" in shown[-1.0]
+    assert b"predicting" not in shown[60.0]
 
 
 def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, accounts):

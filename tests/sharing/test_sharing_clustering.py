@@ -14,7 +14,7 @@ from sklearn.mixture import GaussianMixture
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, integers
 from peerbayes.sharing import Components, components_of, em, kmeans, nearest
-from peerbayes.sharing.clustering import _relocated
+from peerbayes.sharing.clustering import _relocated, most_probable
 
 
 def inertia(points, centres):
@@ -160,6 +160,21 @@ def test_em_on_all_points_is_that_of_scikit_learn(kind, ridge, steps):
     np.testing.assert_allclose(found.mean.numpy(), expected.means_, rtol=1e-7, atol=1e-10)
     np.testing.assert_allclose(found.covariance.numpy(), expected.covariances_, rtol=1e-6, atol=1e-11)
     np.testing.assert_allclose(found.count.numpy() / 3000, expected.weights_, rtol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["wide", "blobs"])
+def test_the_most_probable_component_is_that_of_scikit_learn(kind):
+    points = plane(kind)[:3000]
+    start = start_of(points, 8)
+    found = most_probable(points, em(points, start, 15, len(points), Address(), ridge=1e-6))
+    assert np.array_equal(found.numpy(), mixture_of(points, start, 15, 1e-6).predict(points.numpy()))
+    assert not torch.equal(found, nearest(points, em(points, start, 15, len(points), Address()).mean)[:, 0])
+
+
+def test_nothing_is_of_a_component_without_weight():
+    mean = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
+    components = Components(mean, torch.eye(2).double().repeat(2, 1, 1), torch.tensor([0.0, 3.0]).double())
+    assert torch.equal(most_probable(mean, components), torch.ones(2, dtype=torch.int64))
 
 
 def test_em_at_variances_of_1e_10_is_em_at_variances_of_1():

@@ -27,7 +27,7 @@ from peerbayes.cli.options import (
     Seeds,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, show
+from peerbayes.cli.showing import judge, reporter, show, waiting
 from peerbayes.errors import InputError, TrainingError
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def _train_and_show(
     finished = [run for place, run in enumerate(runs) if place not in failed]
     loaded, records = learning.Loaded(how["root"]), []
     for done in finished:
-        records.append(judge(done, how["device"], loaded))
+        with waiting(quiet):
+            records.append(judge(done, how["device"], loaded))
         reporting.write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from peerbayes.cli.options import DataRoot, Device, Json
-from peerbayes.cli.showing import judge, show
+from peerbayes.cli.showing import judge, show, waiting
 from peerbayes.errors import InputError
 
 
@@ -83,7 +83,8 @@ def evaluate(
     if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
-        records.append(judge(run, device, loaded, averaged=averaged, **how))
+        with waiting():
+            records.append(judge(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 reporting.write_report(run, records[-1])
@@ -104,7 +105,9 @@ def size(
     """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
     from peerbayes import reporting
 
-    found = [record for run in runs for record in reporting.sizes(run, judged=judged, device=device, root=data_root)]
+    how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
+    with waiting():
+        found = [record for run in runs for record in reporting.sizes(run, **how)]
     typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(reporting.size_table, found)))
 
 
@@ -143,7 +146,8 @@ def figure(
         "device": device,
         "root": data_root,
     }
-    path, numbers = reporting.write_figure(name, runs or [], out, **options)
+    with waiting():
+        path, numbers = reporting.write_figure(name, runs or [], out, **options)
     if name == "pipeline" and not as_json:
         typer.echo(reporting.pipeline_table(numbers) + "\n")
     typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))

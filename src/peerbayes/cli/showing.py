@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,38 @@ def reporter(quiet: bool) -> Reporter:
     from peerbayes.learning import ConsoleReporter, Reporter
 
     return Reporter() if quiet else ConsoleReporter()
+
+
+@contextlib.contextmanager
+def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
+    """Show on a terminal how far predictions within the block are, where one takes longer than some seconds."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from peerbayes.posteriors.prediction import Watcher, watched
+
+    console = Console(file=sys.stderr)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    progress = Progress(console=console, transient=True)
+    task = progress.add_task("predicting")
+
+    class Bar(Watcher):
+        def begin(self, passes: int) -> None:
+            self.since = time.monotonic()
+            progress.reset(task, total=passes)
+
+        def advance(self, passes: int) -> None:
+            progress.advance(task, passes)
+            if time.monotonic() - self.since > patience:
+                progress.start()
+
+    try:
+        with watched(Bar()):
+            yield
+    finally:
+        progress.stop()
 
 
 def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:

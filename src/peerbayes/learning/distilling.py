@@ -18,10 +18,11 @@ from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 RECIPE = "distillation/latentbe"
+Teacher = Posterior | Run | str | Path
 
 
 def distill(
-    teachers: Posterior | Run | Iterable[Posterior | Run],
+    teachers: Teacher | Iterable[Teacher],
     into: nn.Module,
     *,
     data: str | Path | Dataset | None = None,
@@ -33,7 +34,8 @@ def distill(
     """Train a network to predict what an ensemble does, and return it as a plain module, in evaluation mode.
 
     Args:
-        teachers: trained posteriors, or runs, all of whose peers teach. Of Bayesian ones every step takes new draws.
+        teachers: trained posteriors; runs, or their folders, all of whose peers teach; or weights files of runs. Of
+            Bayesian ones every step takes new draws.
         into: the network that learns; it is not changed.
         data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind. By
             default the data of the first run among the teachers; a posterior does not know what it has learnt.
@@ -44,20 +46,13 @@ def distill(
     """
     refuse_unknown(how, distill, fit)
     require_seed(how.get("seed", 0))
-    given = [teachers] if isinstance(teachers, Posterior | Run) else list(teachers)
-    found: list[Any] = [peer for one in given for peer in (one.values() if isinstance(one, Run) else [one])]
-    if not found:
-        raise InputError("there are no teachers to distil")
-    for one in found:
-        if not isinstance(one, Posterior):
-            name = type(one).__name__
-            raise InputError(f"a teacher is a {name}, expected a posterior or a run; wrap a network in Point(...)")
+    runs, found = _opened([teachers] if isinstance(teachers, Teacher) else list(teachers))
     chosen = load_recipe(recipe)
     if data is None:
-        first = next((one for one in given if isinstance(one, Run)), None)
-        if first is None:
+        if not runs:
             raise InputError("data is missing: posteriors do not know what they have learnt; name it, or give a run")
-        chosen, words = load_recipe(chosen.model_copy(update={"data": first.recipe.data}), overrides), first.vocabulary
+        known = chosen.model_copy(update={"data": runs[0].recipe.data})
+        chosen, words = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
         data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
     else:
@@ -82,6 +77,27 @@ def distill(
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     # In training mode its first prediction would use, and change, batch-norm's statistics.
     return trained["student"].materialise().eval()
+
+
+def _opened(given: Sequence[Any]) -> tuple[list[Run], list[Posterior]]:
+    """Return the runs among the teachers, and all posteriors that teach."""
+    runs: list[Run] = []
+    found: list[Posterior] = []
+    for one in given:
+        if isinstance(one, Posterior):
+            found.append(one)
+        elif isinstance(one, Run | str | Path):
+            run, names = (one, list(one)) if isinstance(one, Run) else peers_at(one)
+            runs.append(run)
+            found += [run[name] for name in names]
+        else:
+            kind = type(one).__name__
+            raise InputError(
+                f"a teacher is a {kind}, expected a posterior, a run or its folder; wrap a network in Point(...)"
+            )
+    if not found:
+        raise InputError("there are no teachers to distil")
+    return runs, found
 
 
 def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:

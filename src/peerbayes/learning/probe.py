@@ -111,7 +111,7 @@ class Probe:
                     raise
                 except Exception as error:  # a user's network may raise anything
                     raise InputError(
-                        f"the network of peer '{peer}' can't take {self.data.name}'s images, of shape "
+                        f"the network of peer '{peer}' can't take {self.data.name}'s inputs, of shape "
                         f"{tuple(self.images.shape[1:])}: {reason(error)}"
                     ) from error
                 self._check_logits(peer, logits, training)

@@ -66,6 +66,40 @@ class Recipe(Strict):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
+def changes_of(recipe: Recipe) -> list[str]:
+    """Return how a recipe differs from the packaged one of its name, in lines as `--set` takes them.
+
+    Of runs and files only the names are told, not where they lie.
+    """
+    if recipe.name not in packaged():
+        return []
+    before = _flat(load_recipe(recipe.name).model_dump())
+    after = _flat(recipe.model_dump())
+    return [f"{key}={_written(value)}" for key, value in after.items() if before.get(key, before) != value]
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Return a table's plain values by path; lists of plain values count as one."""
+    if isinstance(node, list) and any(isinstance(one, dict) for one in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict) or not node:
+        return {path: node}
+    inner = {f"{path}.{key}" if path else str(key): value for key, value in node.items()}
+    return {key: value for place, below in inner.items() for key, value in _flat(below, place).items()}
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        path = Path(value)
+        kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
+        return value if value in packaged() else "/".join(path.parts[-kept:])
+    if isinstance(value, list):
+        return f"[{', '.join(_written(one) for one in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def is_recipe(source: str) -> bool:
     """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
     path = Path(source).expanduser()

@@ -126,8 +126,10 @@ class Study:
 
     def _check(self, about: Mapping[str, Any], url: str) -> None:
         wanted = json.loads(json.dumps(about))
+        # Looked at in this order: a process that began a moment before writes what it is about, and then takes a trial.
+        begun = bool(self._study.get_trials(deepcopy=False))
         known = self._study.user_attrs.get(_ABOUT)
-        if known is None and not self._study.get_trials(deepcopy=False):
+        if known is None and not begun:
             self._study.set_user_attr(_ABOUT, wanted)
             return
         where = f"study '{self.name}' in {hide_password(url)}"

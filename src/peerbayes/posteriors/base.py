@@ -324,7 +324,7 @@ def _take_parameters(
     for prefix, module in network.named_modules():
         if isinstance(module, nn.RNNBase):
             module.register_forward_pre_hook(_refresh_recurrent_weights)
-            module.register_forward_hook(_forget_recurrent_weights)
+            module.register_forward_hook(_forget_recurrent_weights, always_call=True)
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -373,6 +373,7 @@ def _release_recurrent_weights(network: nn.Module) -> None:
                 for key, hook in list(hooks.items()):
                     if hook in (_refresh_recurrent_weights, _forget_recurrent_weights):
                         del hooks[key]
+                        module._forward_hooks_always_called.pop(key, None)
 
 
 def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:

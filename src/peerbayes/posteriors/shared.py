@@ -319,6 +319,14 @@ class Shared(Posterior):
         """Return the codebook as it is now."""
         return Codebook(**{field.name: getattr(self, field.name) for field in fields(Codebook)})
 
+    def counts(self) -> dict[str, int]:
+        """How many outliers, blended weights and components there are."""
+        return {
+            "outliers": len(self.outlier),
+            "blended": len(self.blended),
+            "components": len(self.component),
+        }
+
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
         names = ("sampling", "mixture", "prior", "prior_std", "bits")

@@ -106,10 +106,18 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
         found = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
-            perturb = Perturbation(Perturb(kind=kind), teachers, {name: student}, run.seed)
+            perturb = Perturbation(_as_in(run, kind), teachers, {name: student}, run.seed)
             found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
         series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
     return {"split": "training", "series": _told_apart(series)}
+
+
+def _as_in(run: Run, kind: Kind) -> Perturb:
+    """Return a kind of step as the run has taken it, or would have: at the temperature that it was distilled at."""
+    stage = run.recipe.stages[-1]
+    if stage.perturb is not None and stage.perturb.kind == kind:
+        return stage.perturb
+    return Perturb(kind=kind, temperature=stage.terms.get("distil", {}).get("temperature", 1.0))
 
 
 def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:

@@ -14,8 +14,9 @@ from peerbayes import evaluation
 from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment, load_data
+from peerbayes.learning.recipe import changes_of
 from peerbayes.learning.run import pick_device, runs_below
-from peerbayes.posteriors import Posterior, RankOne, predict_split, storage
+from peerbayes.posteriors import Posterior, RankOne, Shared, predict_split, storage
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
@@ -89,6 +90,7 @@ def evaluate(
         **{key: run.about[key] for key in ("engine", "precision", "packed", "processes") if key in run.about},
         "seconds": run.said("seconds"),
         "settings": run.recipe.digest,
+        "changed": changes_of(run.recipe),
         "draws": draws,
         "settle": settle,
         "ece_bins": options.ece_bins,
@@ -175,6 +177,8 @@ def _judge(
             "confidence": plain(diagram.confidence),
         },
     }
+    if isinstance(posterior, Shared):
+        found["codebook"] = posterior.counts()
     held: Tensor | None = None
     if loaded.validation is not None:
         held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)[0]

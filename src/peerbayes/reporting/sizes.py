@@ -71,11 +71,7 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
     }
     same = posterior
     if isinstance(posterior, Shared):
-        counts = {
-            "outliers": len(posterior.outlier),
-            "blended": len(posterior.blended),
-            "components": len(posterior.component),
-        }
+        counts = posterior.counts()
         record |= counts | {"paper_count": paper_count(**counts), "same_posterior": None}
         source = _source(run, name, posterior)
         if source is not None:

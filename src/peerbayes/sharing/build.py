@@ -17,7 +17,7 @@ from peerbayes.posteriors import Codebook, MeanField
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.modes import evaluating
 from peerbayes.posteriors.shared import usually_shared
-from peerbayes.sharing.clustering import em, kmeans
+from peerbayes.sharing.clustering import em, kmeans, most_probable
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
 from peerbayes.sharing.moments import components_of, summed
@@ -111,7 +111,7 @@ def share(
     lap("clustering")
     if options.em_steps:
         found = em(points[inside], found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
-        labels = nearest(points[inside], found.mean)[:, 0]
+        labels = most_probable(points[inside], found)
         # By its weights from now on, not by its share of all: where components overlap these differ.
         found = replace(found, count=torch.bincount(labels, minlength=count).double())
         lap("em")

@@ -7,6 +7,7 @@ a result is a function of its arguments, also on a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -207,13 +208,29 @@ def em(
     return components
 
 
+def most_probable(points: Tensor, components: Components) -> Tensor:
+    """Return for each point (n, 2) the number of the component that it most probably is of, (n,)."""
+    points = points.double()
+    return torch.cat([_joint(part, components).argmax(1) for part in _parts(points, components)])
+
+
+def _parts(points: Tensor, components: Components) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = points.split(max(1, (1 << 22) // len(components)))
+    return found
+
+
+def _joint(points: Tensor, components: Components) -> Tensor:
+    """Return log π_k + log N(x_i; m_k, Σ_k), (n, K); nothing is of a component without weight."""
+    log_weight = (components.count / components.count.sum()).log()
+    joint = log_weight + log_density(points.unsqueeze(1), components.mean, components.covariance)
+    return joint.where(components.count > 0, -math.inf)
+
+
 def _maximised(points: Tensor, old: Components, ridge: float) -> Components:
     size = torch.zeros_like(old.count)
     total = torch.zeros(len(old), 5, dtype=torch.float64, device=points.device)
-    log_weight = (old.count / old.count.sum()).log()
-    for part in points.split(max(1, (1 << 22) // len(old))):
-        joint = log_weight + log_density(part.unsqueeze(1), old.mean, old.covariance)
-        share = joint.where(old.count > 0, -math.inf).softmax(1)
+    for part in _parts(points, old):
+        share = _joint(part, old).softmax(1)
         x, y = (part.unsqueeze(1) - old.mean).unbind(2)
         along, across = share * x, share * y
         size += share.sum(0)
