@@ -1,0 +1,199 @@
+"""Make tables of docs/results.md again: train what they need, judge it, and write the records.
+
+    python benchmarks/reproduce.py                                          # lists the tables
+    python benchmarks/reproduce.py sharing-cifar10-resnet20 --data-root data
+    python benchmarks/reproduce.py TABLE TABLE TABLE --at-once 3            # processes side by side on one GPU
+
+Runs go to runs/ below --work, records to results/ there. The same command again goes on where it was interrupted; what
+has a record is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peerbayes.learning import default_folder
+
+
+@dataclass(frozen=True)
+class Table:
+    """Commands whose JSON makes the files of a table, after the tables that it needs."""
+
+    files: Mapping[str, Sequence[str]]
+    variants: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)  # recipes: what they extend and set
+    needs: Sequence[str] = ()
+
+
+def runs(names: Iterable[str]) -> list[str]:
+    """Return the folders that recipes are trained into."""
+    return [default_folder(name, 0).as_posix() for name in names]
+
+
+def distillation() -> dict[str, Table]:
+    name = "distillation-cifar10-wrn28x1"
+    base = name.replace("-", "/", 1)
+    students = [f"{base}-{student}-de4" for student in ("kd", "latentbe", "latentbe-tdiv-sdiv")]
+    short = ("kd", "latentbe-tdiv-sdiv", "latentbe-conf-ods", "be", "ae-kd", "proxy-end2", "latentbe-bald")
+    variants = {f"{student}-60": (f"{base}-{student}-de4", ["stages.0.epochs=60"]) for student in short}
+    teachers, members = f"{name}-de4", runs(students[1:])
+    figures = {f"{name}-{kind}": ["figure", kind, *members] for kind in ("line", "diversity", "perturbations")}
+    return {
+        teachers: Table({teachers: ["train", f"{base}-de4"]}),
+        name: Table(
+            {
+                name: ["train", *students],
+                f"{name}-corrupted": ["evaluate", *runs([f"{base}-de4", *students]), "--corrupted", "made"],
+                f"{name}-averaged": ["evaluate", *members, "--averaged"],
+                **figures,
+            },
+            needs=[teachers],
+        ),
+        f"{name}-60": Table(
+            {f"{name}-60": ["train", *(f"recipes/{one}.toml" for one in variants)]}, variants, needs=[teachers]
+        ),
+    }
+
+
+def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0") -> dict[str, Table]:
+    name = f"sharing-{data}-{network}"
+    base = name.replace("-", "/", 1)
+    recipes = [f"{base}-{method}" for method in ("dnn", "stage1", "shared", "shared-cluster", *more)]
+    variants = {
+        f"{data}-{network}-thrift{thrift}": (f"{base}-small", [f"peers.0.posterior.thrift={thrift}"])
+        for thrift in ("0.001", "0.002", "0.006", "0.02")
+    }
+    small = [f"recipes/{one}.toml" for one in variants]
+    stage1, codebook, *_ = runs(recipes[1:])
+    files = [codebook, *runs(small)]
+    return {
+        name: Table(
+            {
+                name: ["train", *recipes, "--seeds", seeds],
+                f"{name}-small": ["train", *small],
+                f"{name}-size": ["size", *files, "--evaluate"],
+                f"{name}-bytes": ["figure", "bytes", stage1, *files],
+            },
+            variants,
+        )
+    }
+
+
+def pipeline() -> dict[str, Table]:
+    name = "pipeline-cifar10-resnet20"
+    shipped = f"{name}-shipped".replace("-", "/", 1)
+    peer = f"runs/{name}-peers-seed0/weights-pretrained.safetensors"
+    variants = {
+        "cifar10-resnet20-bayesian-kd": (
+            "distillation/cifar100-resnet20-bayesian-kd",
+            ["data.name=cifar10", "data.classes=10", f"teachers.runs=['{peer}']", "stages.0.epochs=100"],
+        )
+    }
+    return {
+        name: Table(
+            {
+                f"{name}-records": ["train", shipped],
+                name: ["figure", "pipeline", *runs([shipped])],
+                f"{name}-kd": ["train", *(f"recipes/{one}.toml" for one in variants)],
+            },
+            variants,
+        )
+    }
+
+
+ABLATION = ("shared-no-blend", "shared-no-outliers", "shared-neither")
+TABLES = {
+    **distillation(),
+    **sharing("cifar10", "resnet20", ABLATION, seeds="0,1,2"),
+    **sharing("cifar10", "resnet18"),
+    **sharing("cifar100", "resnet18"),
+    **pipeline(),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables, in the order in which they are begun")
+    parser.add_argument("--data-root", type=Path, help="where data sets lie")
+    parser.add_argument("--work", type=Path, default=Path(), help="where runs/ and results/ go; by default here")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tables side by side; 1 by default")
+    given = parser.parse_args(words)
+    if not given.tables:
+        for name, table in TABLES.items():
+            print(name)
+            for file, command in table.files.items():
+                print(f"  {file}.json: peerbayes {shlex.join(command)}")
+        return 0
+    for name in given.tables:
+        if name not in TABLES:
+            parser.error(f"there is no table '{name}'; expected some of {', '.join(TABLES)}")
+    for folder in ("runs", "results", "recipes"):
+        (given.work / folder).mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ)
+    if given.data_root is not None:
+        environment["PEERBAYES_DATA"] = str(given.data_root.resolve())
+    begun: dict[str, Future[bool]] = {}
+    with ThreadPoolExecutor(max(1, given.at_once)) as pool:
+        # A table comes after what it needs, so that one that waits never keeps those out.
+        for name in dict.fromkeys(one for asked in given.tables for one in (*needed(asked), asked)):
+            before = [begun[need] for need in TABLES[name].needs]
+            begun[name] = pool.submit(make, TABLES[name], given.work, environment, before)
+    return 0 if all(done.result() for done in begun.values()) else 1
+
+
+def needed(name: str) -> list[str]:
+    """Return the tables that one needs, those that come first before others."""
+    return [one for need in TABLES[name].needs for one in (*needed(need), need)]
+
+
+def write_variants(table: Table, work: Path) -> None:
+    """Write a table's own recipes; as each has the name of what it extends, a record says what was changed."""
+    for name, (base, sets) in table.variants.items():
+        text = f'extends = "{base}"\nname = "{base}"\nset = {json.dumps(sets)}\n'
+        (work / "recipes" / f"{name}.toml").write_text(text)
+
+
+def make(table: Table, work: Path, environment: Mapping[str, str], before: Sequence[Future[bool]]) -> bool:
+    """Make the files of a table that are missing; return whether all are there."""
+    if not all(one.result() for one in before):
+        return False
+    write_variants(table, work)
+    for name, command in table.files.items():
+        file = work / "results" / f"{name}.json"
+        if file.exists():
+            continue
+        words = [*command, "--json"]
+        if command[0] == "train":
+            words.append("--resume")
+        if command[0] == "figure":
+            words += ["--out", f"results/{name}.png"]
+        clock, log = time.monotonic(), work / "runs" / f"{name}.log"
+        print(f"{name}: peerbayes {shlex.join(words)}", flush=True)
+        with log.open("a") as told:
+            done = subprocess.run(
+                [sys.executable, "-m", "peerbayes", *words],
+                cwd=work,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=told,
+            )
+        if done.returncode:
+            print(f"{name}: failed with exit code {done.returncode}; {log} says why", flush=True)
+            return False
+        file.with_suffix(".part").write_bytes(done.stdout)
+        file.with_suffix(".part").replace(file)
+        print(f"{name}: done in {time.monotonic() - clock:.0f} s", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
