@@ -19,6 +19,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the last good checkpoint, if there is one, is kept. The command line exits with code 1."""
 
 
+class OutOfMemory(TrainingError):
+    """The device's memory is used up."""
+
+
 class PeerbayesWarning(UserWarning):
     """Something that is gone on with, but that a person should know."""
 

@@ -13,11 +13,13 @@ from torch import nn
 from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
+from peerbayes.learning.cohort import Cohort
 from peerbayes.learning.distribution import World
 from peerbayes.learning.how import How
 from peerbayes.learning.jobs import train_jobs
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
+from peerbayes.learning.session import train_wave
 from peerbayes.learning.sources import Job
 from peerbayes.learning.together import run_together
 from peerbayes.posteriors import MeanField, Point
@@ -277,6 +279,55 @@ def test_packed_jobs_can_be_interrupted_and_resumed(after, tmp_path, separate):
     runs = train_jobs(jobs(tmp_path), pack=3, resume=True, **HOW)
     assert all(run.finished for run in runs)
     assert contents(tmp_path) == separate
+
+
+class Warnings(Reporter):
+    def __init__(self):
+        self.said = []
+
+    def beside(self, label):
+        return self
+
+    def warn(self, text):
+        self.said.append(text)
+
+
+def test_runs_that_memory_is_too_small_for_go_on_in_smaller_groups(tmp_path, separate, monkeypatch):
+    beside, step, waves = 0, Cohort.step, []
+
+    def counted(sessions, world):
+        nonlocal beside
+        beside = len(sessions)
+        waves.append([session.folder.name for session in sessions])
+        return train_wave(sessions, world)
+
+    def greedy(self, clock):
+        if beside > 1 and self.seed == 0 and int(clock.step) >= 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, clock)
+
+    monkeypatch.setattr("peerbayes.learning.jobs.train_wave", counted)
+    monkeypatch.setattr(Cohort, "step", greedy)
+    voice = Warnings()
+    runs = train_jobs(jobs(tmp_path), pack=3, reporter=voice, checkpoint_every=3, **HOW)
+    assert all(run.finished for run in runs)
+    assert contents(tmp_path) == separate
+    # The second has another seed, and room enough.
+    assert waves == [["one", "two", "three"], ["one"], ["three"]]
+    assert [text for text in voice.said if "memory" in text] == [
+        "the memory of cpu is too small for 3 runs side by side: from now on 1"
+    ]
+
+
+def test_a_run_that_memory_is_too_small_for_by_itself_is_an_error(tmp_path, monkeypatch):
+    def greedy(self, clock):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Cohort, "step", greedy)
+    errors = {}
+    train_jobs(jobs(tmp_path), pack=3, reporter=Warnings(), errors=errors, **HOW)
+    assert sorted(errors) == [0, 1, 2]
+    assert all("used up at step 0 (CUDA out of memory.)" in str(error) for error in errors.values())
 
 
 class Headlines(Reporter):

@@ -35,7 +35,7 @@ class How:
         placement: where the training images lie; see `peerbayes.data.feed`.
         checkpoint_every: steps between checkpoints; by default at the end of an epoch, at most every 30 s.
         pack: most jobs trained side by side; by default all that a GPU has streams for, 32 // (peers + 1), and one on a
-            CPU or with many processes.
+            CPU or with many processes. Where memory is too small for them, half as many.
         world: the processes that share each batch.
         synchronise: take batch-norm's and kernels' statistics over all processes.
     """
@@ -90,9 +90,13 @@ class How:
         pack = min(most, self.pack or (most if captured else 1))
         if self.world.size > 1:
             pack = 1  # gradients of several runs would meet in one buffer
-        waves = max(1, math.ceil(len(jobs) / pack))
-        size = max(1, math.ceil(len(jobs) / waves))  # equal ones: a few jobs left over would use a GPU badly
-        return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+        return in_parts(jobs, pack)
+
+
+def in_parts(jobs: Sequence[Job], most: int) -> list[Sequence[Job]]:
+    """Return jobs in equal groups of at most so many: a few jobs left over would use a GPU badly."""
+    size = max(1, math.ceil(len(jobs) / max(1, math.ceil(len(jobs) / most))))
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from peerbayes import data as data_room
 from peerbayes.data import Dataset, Vocabulary
-from peerbayes.errors import InputError, TrainingError
+from peerbayes.errors import InputError, OutOfMemory, TrainingError
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import refuse_occupied
-from peerbayes.learning.how import How, refuse_unknown
+from peerbayes.learning.how import How, in_parts, refuse_unknown
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, load_data, read_json
@@ -163,17 +163,28 @@ def train_jobs(
     done = _train_sources(left, reporter, settings)
     left = [job for job in left if job.folder.resolve() not in done]
     found: dict[int, TrainingError] = {}
-    for wave in settings.waves(left, device):
+    waves, again = settings.waves(left, device), set[Path]()
+    while waves:
+        wave, *waves = waves
         sessions = []
         for job in wave:
             data = loaded(job.recipe, job.folder)
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
             taught = build_teachers(job, data, device)
             peers = build_peers(job, data, device)
-            sessions.append(Session(job, peers, data, resume, voice, settings, len(wave), taught))
-        found |= {jobs.index(wave[place]): error for place, error in train_wave(sessions, settings.world).items()}
+            goes_on = resume or job.folder in again
+            sessions.append(Session(job, peers, data, goes_on, voice, settings, len(wave), taught))
+        failed = {wave[place].folder: error for place, error in train_wave(sessions, settings.world).items()}
         del sessions, taught, peers
         gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own
+        short = [job for job in wave if len(wave) > 1 and isinstance(failed.get(job.folder), OutOfMemory)]
+        if short:
+            size = len(wave) // 2
+            reporter.warn(f"the memory of {device} is too small for {len(wave)} runs side by side: from now on {size}")
+            again |= {job.folder for job in short}
+            waves = in_parts([*short, *(job for later in waves for job in later)], size)
+        lost = [job for job in wave if job.folder in failed and job not in short]
+        found |= {jobs.index(job): failed[job.folder] for job in lost}
     if errors is not None:
         errors.update(found)
     for error in found.values() if errors is None else ():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peerbayes.errors import TrainingError, reason
+from peerbayes.errors import OutOfMemory, TrainingError, reason
 
 if TYPE_CHECKING:
     from peerbayes.learning.loop import Learner
@@ -46,9 +46,9 @@ def run_together(
                 except TrainingError as error:
                     errors[place] = error
                 except torch.OutOfMemoryError as error:
-                    errors[place] = TrainingError(
+                    errors[place] = OutOfMemory(
                         f"the memory of {learner.device} is used up at step {learner.position.step} ({reason(error)}); "
-                        "the last checkpoint is kept: train fewer runs side by side (--pack), or smaller batches"
+                        "the last checkpoint is kept: take smaller batches, or stream the images (--placement stream)"
                     )
                 del running[place]
     return errors
