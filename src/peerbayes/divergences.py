@@ -109,7 +109,8 @@ class _KLToFixed(torch.autograd.Function):
     def forward(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
         ratio = std_q / std_p
         found = ratio.square().sub_(1) + ((mean_q - mean_p) / std_p).square()
-        return found.mul_(0.5).sub_(ratio.log_())
+        # Made anew: of a result that was changed in place, what torch 2.11 compiles has no gradient (pytorch#180642).
+        return found.mul_(0.5) - ratio.log_()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004

@@ -8,6 +8,7 @@ from torch import nn
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe
+from peerbayes.learning.cohort import run_peer, term_value
 from peerbayes.learning.engine import pick
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.together import run_together
@@ -75,6 +76,54 @@ def test_an_engine_that_fails_is_left_for_the_eager_one_with_a_reason(tmp_path, 
     assert said == ["the compiled engine can't run this cohort, going on eagerly: no compiler here"]
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def lost_term(term, options, batch, peer):
+    value, notes = term_value(term, options, batch, peer)
+    return value.detach() if term.name == "kl" else value, notes
+
+
+def wrong_network(*arguments):
+    logits, features = run_peer(*arguments)
+    return logits + 9 * (logits - logits.detach()), features
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "told"),
+    [
+        ("term_value", lost_term, "compiles term 'kl' of peer 'scratch' to one whose gradient is off by"),
+        ("run_peer", wrong_network, "compiles the network of peer 'scratch' to one whose gradient has a norm of"),
+    ],
+)
+def test_a_compiler_that_changes_a_gradient_is_left(part, wrong, told, tmp_path, monkeypatch):
+    """The values are right in both: nothing else would tell."""
+    said = []
+
+    class Listening(Reporter):
+        def warn(self, text):
+            said.append(text)
+
+    eager, _, _ = trained("eager", tmp_path)
+    monkeypatch.setattr(engine, "compiled", lambda function: wrong if function.__name__ == part else function)
+    peers, _, learner = trained("compiled", tmp_path, Listening())
+    assert learner.engine.name == "eager"
+    (line,) = (text for text in said if "compiled engine" in text)
+    assert line.startswith("the compiled engine can't run this cohort, going on eagerly: torch ")
+    assert told in line
+    for name, posterior in eager.items():
+        assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def test_right_gradients_leave_random_numbers_and_state_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "compiled", lambda function: function)
+    peers, lines, learner = trained("compiled", tmp_path)
+    assert learner.engine.name == "compiled"
+    monkeypatch.setattr(engine, "verify", lambda *_: None)
+    others, other_lines, _ = trained("compiled", tmp_path)
+    for name, posterior in peers.items():
+        for key, tensor in posterior.state().items():
+            assert torch.equal(tensor, others[name].state()[key])
+    assert [line["peers"] for line in lines] == [line["peers"] for line in other_lines]
 
 
 def test_the_captured_engine_asks_for_a_gpu():

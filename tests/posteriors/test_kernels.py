@@ -126,7 +126,7 @@ def test_the_kernels_see_more_pixels_than_32_bits_can_count_bytes_of():
 def test_on_a_cpu_it_is_plain(shape, residual):
     arguments, expected = made(shape, torch.float32, residual)
     before = [argument.clone() for argument in arguments if isinstance(argument, torch.Tensor)]
-    assert error(conv_relu(*arguments), expected) < 20
+    assert error(conv_relu(*arguments), expected) < 50
     after = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 

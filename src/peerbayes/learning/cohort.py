@@ -233,7 +233,7 @@ class Cohort:
             parts.append(figures)
             if len(parts) < len(self.peers):  # for those that come after it
                 with torch.no_grad(), kept_buffers(self.peers[name].network), self._forked():
-                    outputs[name] = self._output(name, self._images, clock)
+                    outputs[name] = self.output(name, clock)
         self._finish_shared()
         self.state.update([SHARED])
         return torch.cat(parts)
@@ -268,7 +268,7 @@ class Cohort:
         prepared = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
         self._images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
-            outputs = {name: self._output(name, self._images, clock) for name in self.peers}
+            outputs = {name: self.output(name, clock) for name in self.peers}
         return terms.Batch(
             labels=labels,
             outputs=outputs,
@@ -294,7 +294,8 @@ class Cohort:
                 found = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
             return images, torch.stack(found)
 
-    def _output(self, name: str, images: Tensor, clock: Clock) -> terms.Output:
+    def output(self, name: str, clock: Clock) -> terms.Output:
+        """Return what a peer makes of the batch that `forward` has taken last."""
         posterior = self.peers[name]
         posterior.train()
         address = Address(self.seed, name, "step", clock.step)
@@ -304,7 +305,7 @@ class Cohort:
         with self._own_stream(name):
             begin = noise.start(address, self.device)
             flat, std, extra = self.parts.place_peer(posterior, begin)
-            logits, features = self.parts.run_peer(posterior, images, flat, extra, self.layers, self.autocast)
+            logits, features = self.parts.run_peer(posterior, self._images, flat, extra, self.layers, self.autocast)
         found = dict(zip(self.layers, features, strict=True))
         return terms.Output(posterior, Weights({}, flat, std), logits, found)
 

@@ -20,6 +20,7 @@ from peerbayes import noise
 from peerbayes.errors import InputError
 from peerbayes.learning.cohort import Clock, Cohort, Parts
 from peerbayes.learning.stages import set_global_seed
+from peerbayes.learning.verifying import verify
 from peerbayes.noise import Address
 from peerbayes.posteriors.kernels import tried_kernels
 
@@ -67,6 +68,7 @@ class Compiled(Eager):
         self._compile()
         with _kept_state(self.cohort):
             self._rehearse(lambda: self.step(step, stage_step))
+            self._rehearse(lambda: verify(self.cohort, self._clock(step, stage_step), self._reseed(step)))
 
     def _rehearse(self, step: Callable[[], None]) -> None:
         """Run a step on one's own, and fail if it fails in any process: those that go on must all go on."""
@@ -85,18 +87,19 @@ class Compiled(Eager):
 
     def step(self, step: int, stage_step: int) -> None:
         """Run one step."""
-        set_global_seed(self._generator_address(step))  # dropout and the like
+        self._reseed(step)()
         super().step(step, stage_step)
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
         """Return what `Cohort.term_norms` does."""
-        set_global_seed(self._generator_address(step))
+        self._reseed(step)()
         return super().term_norms(step, stage_step)
 
-    def _generator_address(self, step: int) -> Address:
+    def _reseed(self, step: int) -> Callable[[], None]:
+        """Return what puts torch's generators to the place of a step, for dropout and the like."""
         world = self.cohort.world
         owner = "network" if world.size == 1 else f"network/{world.rank}"  # processes see different images
-        return Address(self.cohort.seed, owner, "step", step)
+        return functools.partial(set_global_seed, Address(self.cohort.seed, owner, "step", step))
 
     def _clock(self, step: int, stage_step: int) -> Clock:
         # Numbers would be compiled in.
@@ -153,6 +156,8 @@ class Captured(Compiled):
         with torch.cuda.stream(self.stream), tried_kernels(cohort.autocast is not None), _kept_state(cohort), _quiet():
             self._set(step, stage_step)
             self._rehearse(self._step)
+            if cohort.autocast is not None:
+                self._rehearse(lambda: verify(cohort, self._device_clock(), self._reseed(step)))
             for _ in range(WARM_UP - 1):
                 self._step()
             torch.cuda.synchronize(device)
@@ -166,7 +171,7 @@ class Captured(Compiled):
         """Replay the step."""
         assert self.graph is not None
         if self.alone:
-            set_global_seed(self._generator_address(step))
+            self._reseed(step)()
         self.graph.replay()
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
@@ -175,7 +180,7 @@ class Captured(Compiled):
             super().term_norms(step, stage_step)
             self.norms_graph, self.norms = self._capture(lambda: self.cohort.term_norms(self._device_clock()))
         if self.alone:
-            set_global_seed(self._generator_address(step))
+            self._reseed(step)()
         self.norms_graph.replay()
         norms: Tensor = self.norms
         return norms

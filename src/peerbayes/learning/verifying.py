@@ -1,0 +1,92 @@
+"""Whether compiled parts of a step have the gradients of the plain ones: compilers have lost some without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes import terms
+from peerbayes.learning.cohort import Clock, Cohort, Parts, term_value
+from peerbayes.posteriors import Weights
+
+TERMS = 0.01  # how far a term's gradient may be off, relative to its norm: both are made of the same numbers
+NETWORKS = 2.0  # by what factor the norm of a network's may be: in half precision, with other units dropped
+INSTEAD = "on a GPU --precision float32 needs no compiler"
+
+
+def verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
+    """Fail where the gradient of a compiled term, or of a peer's compiled network, is not that of the plain one.
+
+    Args:
+        cohort: with compiled parts; its buffers change as in a step.
+        clock: of the step that is tried.
+        reseed: puts torch's generators where they are at the step.
+    """
+    with torch.random.fork_rng([cohort.device] if cohort.device.type == "cuda" else []):
+        _verify(cohort, clock, reseed)
+
+
+def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
+    made = cohort.parts
+    reseed()
+    with cohort.plain(), torch.no_grad():
+        batch = cohort.forward(clock)
+    for peer, posterior in cohort.peers.items():
+        own = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
+        for term, options in cohort.state.terms if cohort.recipe.update == "simultaneous" else ():
+            plain, found = (_of_term(ask, term, options, batch, peer, own) for ask in (term_value, made.term_value))
+            off, norm = float((found - plain).norm()), float(plain.norm())
+            if not off <= TERMS * norm:
+                raise RuntimeError(
+                    f"torch {torch.__version__} compiles term '{term.name}' of peer '{peer}' to one whose gradient is "
+                    f"off by {off:.2g} at a norm of {norm:.2g}; {INSTEAD}"
+                )
+        norms = []
+        for parts in (Parts(), made):
+            reseed()
+            with cohort.plain():
+                cohort.parts = parts
+                logits = cohort.output(peer, clock).logits
+                norms.append(float(_flat(logits.square().mean(), own).norm()))
+        if not norms[0] / NETWORKS <= norms[1] <= norms[0] * NETWORKS:
+            raise RuntimeError(
+                f"torch {torch.__version__} compiles the network of peer '{peer}' to one whose gradient has a norm of "
+                f"{norms[1]:.2g} instead of {norms[0]:.2g}; {INSTEAD}"
+            )
+
+
+def _of_term(
+    ask: Callable[..., tuple[Tensor, Any]],
+    term: terms.Term,
+    options: Mapping[str, Any],
+    batch: terms.Batch,
+    peer: str,
+    own: Sequence[Tensor],
+) -> Tensor:
+    """Return the gradient of a term by a peer's output and parameters; of an output that nobody has looked at yet."""
+    fresh = replace(batch, outputs={name: _leaf(output) for name, output in batch.outputs.items()}, notes={})
+    output = fresh.outputs[peer]
+    std = [] if output.weights.std is None else [output.weights.std]
+    value, _ = ask(term, options, fresh, peer)
+    return _flat(value, [output.logits, *output.features.values(), output.weights.flat, *std, *own])
+
+
+def _leaf(output: terms.Output) -> terms.Output:
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(True)
+
+    weights = output.weights
+    own = Weights({}, leaf(weights.flat), None if weights.std is None else leaf(weights.std))
+    features = {name: leaf(feature) for name, feature in output.features.items()}
+    return terms.Output(output.posterior, own, leaf(output.logits), features)
+
+
+def _flat(value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    if not value.requires_grad:
+        return value.new_zeros(1)
+    found = torch.autograd.grad(value, inputs, materialize_grads=True)
+    return torch.cat([gradient.flatten().float() for gradient in found])
