@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributions import Dirichlet, kl_divergence
 
+from peerbayes import dirichlet
 from peerbayes.dirichlet import dirichlet_kl, proxy_dirichlet
 from peerbayes.errors import InputError
 
@@ -86,6 +87,23 @@ def test_extreme_concentrations_keep_their_digits(alpha, beta):
     (by_alpha,) = torch.autograd.grad(found, alpha)
     # Times α: what reaches the logits of α = exp(z) + 1.
     torch.testing.assert_close(by_alpha * alpha, gradient * alpha, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rest", "exact", "omitted"),
+    [
+        ("_lgamma_rest", lambda x: mpmath.loggamma(x) - x * mpmath.log(x) + x, lambda x: 1 / (156 * x**13)),
+        ("_digamma_rest", lambda x: mpmath.digamma(x) - mpmath.log(x), lambda x: -1 / (12 * x**14)),
+        ("_trigamma_rest", lambda x: mpmath.psi(1, x) - 1 / x, lambda x: 7 / (6 * x**15)),
+    ],
+)
+def test_series_are_off_by_less_than_the_first_term_that_they_omit(monkeypatch, rest, exact, omitted):
+    # Where x is small the terms are large enough to tell: the errors of Stirling's series have the sign of that term.
+    monkeypatch.setattr(dirichlet, "_LARGE", 1.0)
+    for x in (3.0, 5.0, 8.0):
+        with mpmath.workdps(40):
+            off = float(exact(mpmath.mpf(x)) - getattr(dirichlet, rest)(torch.tensor(x, dtype=torch.float64)).item())
+        assert 0 < off / omitted(x) < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -76,6 +76,8 @@ def problems(kind, count):
     x = vectors(40, count, 20, seed=count)
     if kind == "close":
         x = 1e-4 * x + vectors(40, 1, 20, seed=1)
+    elif kind == "closer":  # their differences have squares of the size of the damping
+        x = 1e-5 * x + vectors(40, 1, 20, seed=1)
     elif kind == "correlated":
         x = x + 3 * vectors(40, 1, 20, seed=1)
     elif kind == "positive":
@@ -95,7 +97,7 @@ def problems(kind, count):
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 @pytest.mark.parametrize(
-    "kind", ["close", "correlated", "positive", "few dimensions", "doubled", "scales", "zero", "rare"]
+    "kind", ["close", "closer", "correlated", "positive", "few dimensions", "doubled", "scales", "zero", "rare"]
 )
 def test_hard_problems_are_solved_exactly(kind, count):
     gram = problems(kind, count)
@@ -129,6 +131,13 @@ def test_the_order_and_the_scale_do_not_matter():
     weights = least_norm_weights(gram, 0.4)
     shuffled = least_norm_weights(gram[:, order][:, :, order] * 1e-18, 0.4)
     torch.testing.assert_close(shuffled, weights[:, order], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_vectors_of_any_length_are_weighed_exactly(scale):
+    for kind in ("correlated", "positive", "few dimensions", "zero"):
+        gram = problems(kind, 16) * scale
+        assert float(gap(gram, least_norm_weights(gram, 0.6), 0.6).max()) < 1e-10
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 16])

@@ -53,6 +53,14 @@ def test_zero_gradients_leave_the_image_and_scales_are_per_image():
     assert step_along(GREY[:0], gradient[:0]).shape == (0, 3, 32, 32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_half_precision_have_the_length_of_large_images(dtype):
+    images, gradient = torch.full((1, 3, 320, 320), 0.5), torch.ones(1, 3, 320, 320, dtype=dtype)  # Σ g² above 65504
+    torch.testing.assert_close(
+        step_along(images, gradient) - images, torch.full_like(images, 1 / 255), rtol=1e-4, atol=0
+    )
+
+
 def test_gaussian_steps_are_normal_and_addressed():
     moved = gaussian_step(GREY, ADDRESS)
     assert scipy.stats.kstest((moved - GREY).flatten().numpy() * 255, "norm").pvalue > 1e-3

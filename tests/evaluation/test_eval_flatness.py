@@ -11,7 +11,7 @@ import peerbayes as pb
 from peerbayes import evaluation
 from peerbayes.data import ArraySplit
 from peerbayes.errors import InputError
-from peerbayes.evaluation import directions, loss_along, sharpness
+from peerbayes.evaluation import barrier, directions, loss_along, loss_between, sharpness
 from peerbayes.noise import Address
 
 HERE = Address(0, "test", "direction")
@@ -193,12 +193,59 @@ def test_sharpness_is_the_mean_rise():
         ((torch.rand(2, 3, 8, 8), torch.zeros(2).long()), [0.0], 0, "at least one of each"),
         ((torch.rand(0, 3, 8, 8), torch.zeros(0).long()), [0.0], 1, "at least one image"),
         ((torch.rand(2, 3, 8, 8), torch.zeros(1).long()), [0.0], 1, "a label for each"),
+        ((torch.rand(300, 3, 8, 8), torch.zeros(256).long()), [0.0], 1, "a label for each"),
+        ((torch.rand(256, 3, 8, 8), torch.zeros(300).long()), [0.0], 1, "a label for each"),
         (ArraySplit(torch.rand(2, 3, 8, 8)), [0.0], 1, "a label for each"),
     ],
 )
 def test_bad_input_is_a_sentence(posterior, data, distances, count, words):
     with pytest.raises(InputError, match=words):
         loss_along(posterior, data, distances, count, HERE)
+
+
+# ---- the loss between networks ----------------------------------------------------------------------------------
+
+
+def test_losses_between_are_those_of_plain_networks_with_mixed_tensors(posterior, images):
+    ends = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        ends.append(Classifier().train())
+        for _ in range(seed):
+            ends[-1](torch.rand(9, 3, 8, 8))  # statistics of their own
+    first, second = (end.eval().state_dict() for end in ends)
+    found = loss_between(posterior.train(), first, second, images, [0.0, 0.3, 1.0], batch_size=16)
+    assert (found.dtype, found.shape) == (torch.float64, (3,))
+    for loss, point in zip(found.tolist(), (0.0, 0.3, 1.0)):
+        mixed = Classifier().eval()
+        mixed.load_state_dict({name: (1 - point) * first[name] + point * second[name] for name in first})
+        with torch.no_grad():
+            assert loss == pytest.approx(float(F.cross_entropy(mixed(images[0]), images[1])), rel=1e-5)
+    assert posterior.training
+    assert posterior.network.norm.num_batches_tracked == 0
+
+
+def test_networks_of_other_tensors_have_no_line_between_them(posterior, images):
+    first = dict(Classifier().state_dict())
+    for second in (
+        {name: tensor for name, tensor in first.items() if name != "norm.bias"},
+        first | {"norm.bias": torch.zeros(6)},
+    ):
+        for ends in ((first, second), (second, first)):
+            with pytest.raises(InputError, match=r"tensor 'norm\.bias' is not in both, or of another shape"):
+                loss_between(posterior, *ends, images, [0.0, 1.0])
+
+
+def test_a_barrier_is_the_highest_rise_above_the_straight_line():
+    # L(t) = 1 + 2 t + 8 t² (1 − t) is highest above its chord at t = 2/3, though it is highest itself at about 0.84.
+    points = [place / 30 for place in range(31)]
+    losses = torch.tensor([1 + 2 * t + 8 * t * t * (1 - t) for t in points], dtype=torch.float64)
+    assert barrier(losses, points) == pytest.approx(8 * 4 / 27)
+    below = torch.tensor([1 + 2 * t - t * (1 - t) for t in points], dtype=torch.float64)
+    assert barrier(below, points) == pytest.approx(0, abs=1e-12)
+    for wrong in (points[1:], points[:-1], [0.1, *points[1:]], [*points[:-1], 0.9]):
+        with pytest.raises(InputError, match="points: expected 31 from 0 to 1"):
+            barrier(losses, wrong)
 
 
 # ---- spread over peers ------------------------------------------------------------------------------------------

@@ -500,7 +500,7 @@ def test_the_effect_of_a_step_is_measured_on_those_who_are_several():
     alone = learner("ods", points(1), Point(network(9))).cohort.perturb
     assert alone.effect(x, 0, Point(network(9)), None) == {}
     nobody = learner("gaussian", None, members()).cohort.perturb
-    assert set(nobody.effect(x, 0, members(), None)) == {"members_before", "members_after"}
+    assert set(nobody.effect(x, 0, members(2), None)) == {"members_before", "members_after"}
     several = learner("tdiv", points(2), Point(network(9))).cohort.perturb
     assert set(several.effect(x, 0, Point(network(9)), None)) == {"teachers_before", "teachers_after"}
 

@@ -24,6 +24,17 @@ def test_layers_that_are_not_chosen_have_no_factors():
         close(logits[1], posterior.materialise(1)(images()))
 
 
+def test_hooks_of_the_networks_own_stay_where_factors_go():
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).eval()
+    network[0].register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+    network[1].register_forward_hook(lambda _module, _args, out: 2 * out)
+    posterior, x = RankOne(network, 2), torch.randn(5, 3)
+    with torch.no_grad():
+        close(posterior.forward_members(x)[0][1], network(x))
+        for plain in (posterior.materialise(1), posterior.average()):
+            close(plain(x), network(x))
+
+
 def test_one_layer_under_two_names_has_one_pair_of_factors():
     posterior = RankOne(TwoNamesOneLayer(), 3, factors="random")
     x = torch.randn(2, 4)

@@ -308,6 +308,7 @@ def test_draws_have_the_stated_mean_and_variance(gaussian):
         drawn = torch.stack([posterior.draw(HERE.at(number)).flat for number in range(count)]).double()
         centre, variance = posterior.centre().flat.double(), posterior.std.double() ** 2
     deviation = drawn - centre
+    assert (posterior.std >= 0).all()
     if not gaussian:
         torch.testing.assert_close(deviation.square().mean(0), variance, rtol=1e-5, atol=1e-12)
         assert deviation.mean(0).abs().max() < 1e-6
@@ -362,6 +363,7 @@ def test_one_pass_of_the_average_where_that_is_what_it_predicts():
         expected = posterior.average()(images()).log_softmax(-1)
     close(found.log_probabilities, expected)
     assert found.draws.eq(1).all()
+    assert posterior.predict(images()).draws.eq(1).all()
     assert found.disagreement.abs().max() < 1e-5  # one network never disagrees with itself
     members = RankOne(every(), 3, factors="random").predict(images())
     assert not torch.allclose(found.log_probabilities, members.log_probabilities)

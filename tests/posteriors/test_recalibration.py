@@ -43,6 +43,13 @@ def test_recalibration_averages_the_statistics_of_the_batches_and_changes_nothin
     assert network.norm.momentum == 0.1
 
 
+def test_recalibration_of_one_layer_by_one_batch_takes_its_moments():
+    norm, x = nn.BatchNorm2d(2), images()
+    recalibrate(norm, [x])
+    torch.testing.assert_close(norm.running_mean, x.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var, x.transpose(0, 1).flatten(1).var(1))
+
+
 def test_recalibration_mixes_a_split_that_is_stored_class_by_class():
     network, labels = Normed(), torch.arange(4).repeat_interleave(50)
     x = 0.1 * images(200) + labels.view(-1, 1, 1, 1)

@@ -1,23 +1,29 @@
 """Figures of distilled runs, against their files and against plain networks."""
 
+import copy
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from scipy import stats
 from sklearn.metrics import roc_auc_score
+from torch import nn
 
 from commands import QUIET, called, refused
 from peerbayes.data import to_unit
+from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_data
-from peerbayes.learning.teachers import Perturbation
+from peerbayes.learning.teachers import Perturbation, Teachers
 from peerbayes.noise import Address, permutation
+from peerbayes.posteriors import Point, RankOne
 from peerbayes.reporting import distilled, write_figure
-from peerbayes.reporting.distilled import draw_diversity, draw_perturbations
+from peerbayes.reporting.distilled import draw_diversity, draw_line, draw_perturbations
 from peerbayes.reporting.entropy import draw_entropy
 
 RECIPE = """
@@ -131,6 +137,75 @@ def test_what_entropy_can_not_draw_is_one_sentence(place, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def loss_of(network, path):
+    """Mean cross-entropy of the test split, by a plain network."""
+    parts = np.load(path)
+    with torch.no_grad():
+        logits = network.eval().double()(to_unit(torch.from_numpy(parts["test_images"])[:, None]).double())
+    return F.cross_entropy(logits, torch.from_numpy(parts["test_labels"])).item()
+
+
+def test_a_line_leads_from_member_to_member_or_from_peer_to_peer(place, tmp_path):
+    found = write_figure("line", [place / "plain", place / "ensemble"], tmp_path / "l.png", device="cpu")[1]
+    assert found["points"] == pytest.approx(np.linspace(0, 1, 11))
+    student, ensemble = Run(place / "plain"), Run(place / "ensemble")
+    members = [student["s"].materialise(number) for number in range(2)]
+    for one, (first, second) in zip(found["series"], (members, [ensemble[name].materialise() for name in ensemble])):
+        losses = []
+        for t in found["points"]:
+            mixed = copy.deepcopy(first)
+            ends = first.state_dict(), second.state_dict()
+            mixed.load_state_dict({name: (1 - t) * ends[0][name] + t * ends[1][name] for name in ends[0]})
+            losses.append(loss_of(mixed, place / "rows.npz"))
+        for key in ("mean", "low", "high"):
+            assert one["loss"][key] == pytest.approx(losses, rel=1e-5)
+        height = max(loss - (1 - t) * losses[0] - t * losses[-1] for loss, t in zip(losses, found["points"]))
+        assert one["barrier"]["mean"] == one["barrier"]["highest"] == pytest.approx(height, abs=1e-5)
+        assert (one["pairs"], one["images"]) == (1, 60)
+    (axes,) = draw_line(found).axes
+    for line, one in zip(axes.get_lines(), found["series"], strict=True):
+        assert list(line.get_xdata()) == found["points"]
+        assert list(line.get_ydata()) == one["loss"]["mean"]
+
+
+def test_a_line_has_the_mean_and_the_range_of_six_pairs_at_most(place, tmp_path, monkeypatch):
+    ends = [{"number": number} for number in range(5)]
+    monkeypatch.setattr(distilled, "_ends", lambda *_: (None, ends))
+    seen, heights = [], [3.0, 0.0, 1.0, 5.0, 2.0, 1.0]
+
+    def between(_posterior, first, second, _data, points):
+        height = heights[len(seen)]
+        seen.append((first["number"], second["number"]))
+        return torch.tensor([4 * t * (1 - t) * height for t in points], dtype=torch.float64)
+
+    monkeypatch.setattr(distilled, "loss_between", between)
+    (one,) = write_figure("line", [place / "plain"], tmp_path / "l.png", device="cpu")[1]["series"]
+    assert seen == list(itertools.combinations(range(5), 2))[:6]
+    assert one["pairs"] == 6
+    assert one["barrier"] == pytest.approx({"mean": 2.0, "highest": 5.0})
+    assert [one["loss"][key][5] for key in ("low", "mean", "high")] == pytest.approx([0.0, 2.0, 5.0])
+
+
+class Peers(dict):
+    """What a run holds, by name."""
+
+    folder = "here"
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        {"a": Point(nn.Linear(2, 3))},
+        {"a": RankOne(nn.Linear(2, 3), 1)},
+        {"a": Point(nn.Linear(2, 3)), "b": Point(nn.Linear(3, 3))},
+    ],
+    ids=["point", "one member", "two networks"],
+)
+def test_who_has_no_other_network_of_its_form_has_no_line(peers):
+    with pytest.raises(InputError, match=r"^here: expected a rank-one student, or several peers of one network$"):
+        distilled._ends(Peers(peers), torch.device("cpu"))
+
+
 def test_diversity_over_epochs_is_that_of_the_metrics_with_the_effect_of_the_step(place, tmp_path):
     found = write_figure("diversity", [place / "plain", place / "moved"], tmp_path / "d.png")[1]
     plain, moved = found["series"]
@@ -204,6 +279,9 @@ def test_steps_are_taken_at_the_temperature_of_the_run(place, tmp_path, monkeypa
     monkeypatch.setattr(distilled, "Perturbation", Seen)
     write_figure("perturbations", [tmp_path / "warm"], tmp_path / "p.png", device="cpu")
     assert (seen["ods"], seen["conf_ods"]) == (3.0, 7.0)
+    stage = SimpleNamespace(perturb=None, terms={"proxy_end2": {}})
+    undistilled = SimpleNamespace(recipe=SimpleNamespace(stages=[stage]))
+    assert distilled._as_in(undistilled, "ods").temperature == 1.0
 
 
 def test_bars_of_a_kind_of_step_stand_together_though_runs_have_not_all_kinds():
@@ -223,6 +301,21 @@ def test_bars_of_a_kind_of_step_stand_together_though_runs_have_not_all_kinds():
         colours.append({bars.get_label(): bars[0].get_facecolor() for bars in axes.containers})
     assert list(colours[0]) == ["point", "student"]
     assert colours[1] == {"student": colours[0]["student"]}  # one colour a run, in both
+
+
+def test_a_student_without_a_member_for_each_teacher_is_spared_the_step_that_compares_them(
+    place, tmp_path, monkeypatch
+):
+    made = distilled.build_teachers
+
+    def three(*given):
+        two = made(*given).posteriors
+        return Teachers([*two, two[0]])
+
+    monkeypatch.setattr(distilled, "build_teachers", three)
+    (one,) = write_figure("perturbations", [place / "plain"], tmp_path / "p.png", device="cpu")[1]["series"]
+    assert list(one["kinds"]) == ["as they are", "gaussian", "ods", "conf_ods", "tdiv", "bald"]
+    assert all(set(apart) == {"teachers", "members"} for apart in one["kinds"].values())
 
 
 def test_teachers_of_different_networks_are_compared_by_the_steps_that_they_can_take(place, tmp_path):

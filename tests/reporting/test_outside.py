@@ -13,7 +13,8 @@ from peerbayes.data.corruptions import COMMON
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Point, predict_split
-from peerbayes.reporting.outside import judge_corrupted
+from peerbayes.reporting import outside
+from peerbayes.reporting.outside import check_corrupted, judge_corrupted
 
 COUNT, SHAPE = 12, (3, 8, 8)
 
@@ -62,6 +63,17 @@ def test_corruptions_are_made_of_the_test_images_and_averaged_over_types_and_sev
     assert judge_corrupted(predict, peers, data, "made", 15) == found
 
 
+def test_one_peer_alone_has_no_figures_as_one(data, peers):
+    assert list(judge_corrupted(predict, {"b": peers["b"]}, data, "made", 15)) == ["b"]
+
+
+def test_many_images_are_corrupted_as_if_at_once(data):
+    images = torch.randint(0, 256, (2503, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    whole = corrupt(images, "impulse_noise", 5, Address(0, "data", "corrupt"))
+    assert torch.equal(outside._made(images, data, "impulse_noise", 5), whole)
+    assert not torch.equal(whole[2500:], images[2500:])
+
+
 def test_images_that_can_not_be_corrupted_are_one_sentence(data, peers):
     small = replace(data, test=ArraySplit(data.test.images[..., :7], data.test.labels))
     sentence = (
@@ -69,6 +81,9 @@ def test_images_that_can_not_be_corrupted_are_one_sentence(data, peers):
     )
     with pytest.raises(InputError, match=sentence):
         judge_corrupted(predict, peers, small, "made", 15)
+    with pytest.raises(InputError, match=r"^corrupted images can't be made of small: images have shape \(1, 3, 8, 7\)"):
+        check_corrupted(small, "made")
+    check_corrupted(data, "made")
 
 
 def test_official_arrays_hold_the_severities_one_after_the_other(data, peers, tmp_path):
@@ -89,5 +104,8 @@ def test_arrays_of_another_data_set_are_refused_by_their_folder(data, peers, tmp
     with pytest.raises(InputError, match=f"^{tmp_path}: its images have shape .*{sentence}"):
         judge_corrupted(predict, peers, data, str(tmp_path), 15)
     write(tmp_path, data.test.images.repeat(5, 1, 2, 2), data.test.labels.repeat(5))
-    with pytest.raises(InputError, match=rf"^{tmp_path}: its images have shape \(3, 16, 16\)"):
+    sentence = rf"^{tmp_path}: its images have shape \(3, 16, 16\)"
+    with pytest.raises(InputError, match=sentence):
         judge_corrupted(predict, peers, data, str(tmp_path), 15)
+    with pytest.raises(InputError, match=sentence):
+        check_corrupted(data, str(tmp_path))

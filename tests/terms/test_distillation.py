@@ -221,6 +221,14 @@ def test_a_cap_that_cannot_hold_means_equal_weights():
     assert number(value(one, "distil", teachers="adaptive")) == pytest.approx(number(value(one, "distil")), rel=1e-6)
 
 
+def test_a_teacher_whom_the_student_equals_gets_six_tenths_unless_another_cap_is_set():
+    own = logits(IMAGES)
+    batch = made_batch(own, torch.cat([own[None], logits(3, IMAGES, seed=1)]))
+    for options, largest in (({}, 0.6), ({"cap": 0.8}, 0.8), ({"cap": 1.0}, 1.0)):
+        value(batch, "distil", teachers="adaptive", **options)
+        assert number(batch.notes["a", "distil.largest_weight"]) == pytest.approx(largest, abs=1e-6)
+
+
 def test_more_teachers_than_can_be_weighed_are_counted():
     batch = made_batch(logits(IMAGES), logits(17, IMAGES, seed=1))
     with pytest.raises(InputError, match="weighs at most 16 teachers adaptively, but there are 17"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ def loss_along(
 def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
     if isinstance(data, tuple):
         images, labels = (tensor.to(posterior.device) for tensor in data)
-        parts = list(zip(images.split(batch_size), labels.split(batch_size), strict=False))
+        parts = list(zip_longest(images.split(batch_size), labels.split(batch_size), fillvalue=labels[:0]))
     else:
         parts = [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
     if sum(map(len, (images for images, _ in parts))) == 0 or any(len(a) != len(b) for a, b in parts):

@@ -238,11 +238,9 @@ class RankOne(Posterior):
     def predict(self, images: Tensor, draws: int | None = None, **options: Any) -> Prediction:
         """Average the probabilities of ``draws`` networks, by default of every member once.
 
-        More draws than members say nothing new where the factors are points, and are not made.
+        More draws than members say nothing new where the factors are points, and are not made; the average is one.
         """
-        if self.predicts == "average":
-            draws = 1
-        elif draws is None or (draws > self.members and not self.gaussian):
+        if draws is None or (draws > self.members and not self.gaussian):
             draws = self.members
         return super().predict(images, draws, **options)
 
