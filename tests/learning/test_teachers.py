@@ -13,7 +13,7 @@ from peerbayes.data import ArraySplit, Dataset, guidance, order, pair, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe
 from peerbayes.learning.looks import Looks
-from peerbayes.learning.teachers import Teachers, run_plain
+from peerbayes.learning.teachers import Teachers, all_logits, run_plain
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import MeanField, Point, RankOne
 
@@ -503,6 +503,16 @@ def test_the_effect_of_a_step_is_measured_on_those_who_are_several():
     assert set(nobody.effect(x, 0, members(2), None)) == {"members_before", "members_after"}
     several = learner("tdiv", points(2), Point(network(9))).cohort.perturb
     assert set(several.effect(x, 0, Point(network(9)), None)) == {"teachers_before", "teachers_after"}
+
+
+def test_everybody_is_looked_at_in_the_type_that_networks_compute_in():
+    given, student, x = Teachers(points()), members(), images()
+    exact, found = (all_logits(x, given, given.tensors(0), student, how) for how in (None, torch.bfloat16))
+    for who, logits in found.items():
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, logits.bfloat16().float())
+        assert not torch.equal(exact[who], exact[who].bfloat16().float())
+        torch.testing.assert_close(logits, exact[who], rtol=0.05, atol=0.05)
 
 
 def test_what_a_step_does_is_noted_at_the_end_of_every_epoch_and_changes_nothing(monkeypatch):

@@ -294,6 +294,7 @@ def test_kl_is_that_of_torch_distributions_in_the_mean_over_members(scaled):
 
 def test_kl_of_points_is_zero_and_so_is_that_of_the_prior_itself():
     points = RankOne(every(), 3, factors="random")
+    assert points.noise_size == 0
     assert points.kl().item() == points.kl("layer_mean").item() == 0
     prior = RankOne(every(), 3, gaussian=True, prior_std=0.2, rho=math.log(math.expm1(0.2)))
     assert prior.kl().item() == pytest.approx(0, abs=1e-4)
@@ -398,6 +399,8 @@ def test_a_saved_posterior_comes_back_to_the_last_bit(gaussian, tmp_path):
         every(), 3, factors="random", gaussian=gaussian, prior_std=0.7, scale_gradients=False, seed=9, name="me"
     )
     posterior.train().forward_members(images())
+    if gaussian:
+        nn.init.normal_(posterior.rho, -2.0)
     posterior.save(tmp_path / "p.safetensors")
     loaded = Posterior.load(tmp_path / "p.safetensors", every(1))
     assert type(loaded) is RankOne
@@ -446,6 +449,7 @@ def test_all_tensors_follow_the_network_to_its_device():
     [
         ({"members": 0}, "members is 0"),
         ({"factors": "zeros"}, "factors is 'zeros'"),
+        ({"predicts": "mean"}, "predicts is 'mean', expected 'average' or 'members'"),
         ({"spread": -1.0}, "spread is -1.0"),
         ({"prior_std": 0.0}, "prior_std is 0.0"),
     ],
