@@ -17,6 +17,7 @@ import peerbayes as pb
 from commands import refused
 from peerbayes import cli
 from peerbayes.learning import Learner, load_recipe, train
+from peerbayes.learning.compressing import compression
 from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
 from peerbayes.learning.sources import blank_shared, build_peer
@@ -167,6 +168,8 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
         pb.compress(own, run=tmp_path / "x")
+    with pytest.raises(pb.InputError, match="nothing-of-the-kind"):
+        pb.compress(own, data="nothing-of-the-kind", run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, beside 6"):
         pb.compress(own, data="digits", run=tmp_path / "x", components=700)
     with pytest.raises(pb.InputError, match="recipe mutual/digits-dnn: expected one peer, whose weights are shared"):
@@ -201,6 +204,32 @@ def test_what_does_not_fit_a_posterior_is_refused_before_anything_is_trained(tmp
         with pytest.raises(pb.InputError, match=sentence):
             pb.compress(own, run=tmp_path / "x", **fitting | changes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_compressed_on_its_own_data_with_its_own_network(field, tmp_path):
+    plain = load_recipe("sharing/shared")
+    assert field.recipe.data != plain.data
+    dnn = pb.load(field.folder.parent / "dnn")
+    changes = ["peers.0.posterior.components=9"]
+    (job,) = compression(field.folder, "sharing/shared", "sharing/stage1", changes, None, 3)
+    assert (job.recipe.data, job.recipe.peers[0].network) == (field.recipe.data, field.recipe.peers[0].network)
+    assert job.recipe.peers[0].start_from == str(field.weights_file("net").resolve())
+    assert (job.recipe.peers[0].posterior.components, job.seed) == (9, 3)
+    assert job.folder == field.folder.with_name("stage1-shared")
+    before, job = compression(dnn.folder, "sharing/shared", "sharing/stage1", changes, tmp_path / "x", 3)
+    assert before.recipe.data == job.recipe.data == dnn.recipe.data
+    assert before.folder == tmp_path / "x-stage1"
+    assert before.recipe.peers[0].start_from == str(dnn.weights_file("net").resolve())
+    assert job.recipe.peers[0].start_from == str((before.folder / "weights-net.safetensors").resolve())
+    assert (before.seed, job.seed) == (3, 3)
+
+
+def test_an_occupied_folder_is_refused_before_a_network_gets_its_scales(field, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    with pytest.raises(pb.InputError, match="the folder is not empty and holds no run"):
+        pb.compress(field.folder.parent / "dnn", run=tmp_path / "x", device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_compress_of_a_point_trains_scales_first(field, tmp_path, capsys):

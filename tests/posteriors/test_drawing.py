@@ -10,6 +10,7 @@ import pytest
 import torch
 from codebooks import HERE, book, net
 from scipy import stats
+from torch import nn
 
 from peerbayes import Address, noise
 from peerbayes.noise import normal
@@ -77,10 +78,12 @@ def test_hierarchical_draws_have_the_law_of_three_numbers():
     assert stats.ks_2samp(draws, m + posterior.std[0].item() * first).pvalue < 1e-6  # no Gaussian has it
 
 
+@pytest.mark.parametrize("network", [net(), nn.Linear(11, 11)], ids=["even", "odd"])
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_are_the_same_with_and_without_a_gradient_and_in_any_pieces(sampling, mixture, monkeypatch):
-    posterior = Shared(net(), book(), sampling=sampling, mixture=mixture)
+def test_draws_are_the_same_with_and_without_a_gradient_and_in_any_pieces(sampling, mixture, network, monkeypatch):
+    size = 121 if isinstance(network, nn.Linear) else 120
+    posterior = Shared(network, book(size), sampling=sampling, mixture=mixture)
     trained = posterior.draw(HERE).flat
     assert trained.requires_grad
     for piece in (noise.PIECE, 7):
@@ -98,6 +101,7 @@ def test_a_component_without_spread_has_a_finite_gradient():
 
 
 KERNEL = """
+import itertools
 import torch
 from codebooks import HERE, book, net
 from peerbayes import noise
@@ -105,13 +109,14 @@ from peerbayes.posteriors import Shared
 from peerbayes.posteriors.drawing import TINY
 from peerbayes.posteriors.rows import drawn_from
 from peerbayes.posteriors.shared_draw import shared_draw
-for sampling in ("hierarchical", "moment", "mean"):
-    posterior = Shared(net(), book(), sampling=sampling)
+for sampling, size in itertools.product(("hierarchical", "moment", "mean"), (120, 121)):
+    posterior = Shared(net() if size == 120 else torch.nn.Linear(11, 11), book(size), sampling=sampling)
     with torch.no_grad():
-        table, drawn = torch.stack(drawn_from(posterior, sampling)), torch.empty(120)
+        table, drawn = torch.stack(drawn_from(posterior, sampling)), torch.zeros(size + 1)
         about = {"HIERARCHICAL": sampling == "hierarchical", "TINY": TINY, "BLOCK": 32}
-        shared_draw[(4,)](table, posterior._rows, noise.start(HERE), drawn, 120, table.shape[1], **about)
-        torch.testing.assert_close(drawn, posterior.draw(HERE).flat)
+        shared_draw[(4,)](table, posterior._rows, noise.start(HERE), drawn, size, table.shape[1], **about)
+        torch.testing.assert_close(drawn[:-1], posterior.draw(HERE).flat)
+        assert drawn[-1] == 0  # nothing is written beyond the weights
 """
 
 

@@ -76,4 +76,6 @@ def test_what_float16_would_spoil_does_not_fit(number, fits):
 def test_softplus_is_undone():
     values = torch.tensor([1e-6, 1e-3, 0.1, 1.0, 30.0], dtype=torch.float64)
     torch.testing.assert_close(F.softplus(inverse_softplus(values)), values)
+    short = values.float()
+    assert torch.equal(inverse_softplus(short), inverse_softplus(short.double()))
     assert inverse_softplus(torch.zeros(1)).item() == -torch.inf

@@ -205,7 +205,34 @@ def test_an_arrangement_puts_components_of_a_layer_side_by_side():
     assert len(encode(numbers[symbols], 401, parts)) < len(encode(symbols, 401, parts)) - 160  # 4 x 400 x H(1/4) bits
 
 
+def test_an_arrangement_goes_by_the_layer_on_average_however_few_weights_there_are():
+    symbols = np.array([2, 4, 0, 0, 9, 3, 4, 3, 3])
+    means = np.array([0.5, -1.0, -2.0, 0.1, 0.0])
+    # By layer: 2 in the first, 1 in none, 4 in 0 and 2, 0 in 1 alone, 3 in 2 alone; 9 is no component.
+    assert arrange(symbols, means, [2, 0, 3, 4]).tolist() == [2, 1, 4, 0, 3]
+    alone = np.array([3, 1, 0, 2])
+    assert arrange(alone, np.zeros(4), [1, 1, 1, 1]).tolist() == [3, 1, 0, 2]
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("symbols", "bits"),
+    [(1, 16), (2047, 16), (2048, 17), (4096, 18), (131_071, 18), (131_072, 19), (1 << 20, 22)],
+)
+def test_how_many_slots_there_are_is_a_part_of_the_format(symbols, bits):
+    shared = index_codec._Shared(np.arange(symbols), np.ones(symbols))
+    assert shared.bits == bits
+    assert 1 << bits > 2 * symbols
+
+
+@pytest.mark.parametrize("symbols", [2, 3, 4, 5, 1023, 1024, 1025])
+def test_the_finest_table_has_a_bin_for_every_symbol(symbols):
+    shared = index_codec._Shared(np.arange(symbols), np.ones(symbols))
+    level = shared.finest(10**6)
+    assert len(shared.starts(level)) == symbols
+    assert 1 << (level - 1) < symbols
 
 
 @settings(max_examples=200, deadline=None)

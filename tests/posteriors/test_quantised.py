@@ -128,6 +128,20 @@ def test_forms_of_a_mean_field_posterior():
     assert (eight.seed, eight.name) == (4, "a")
 
 
+def test_what_float16_would_spoil_keeps_its_type_and_no_scale_becomes_zero():
+    network = net()
+    plain = by_name(MeanField(network, rho=-25.0))
+    network[1].running_var[2] = 1e6
+    posterior = MeanField(network, rho=-25.0)
+    found = by_name(posterior)
+    for name in ("float16", "int8, 8-bit scales", "network, int8"):
+        assert torch.equal(found[name].posterior.network[1].running_var, network[1].running_var)
+        assert found[name].bytes == plain[name].bytes + 2 * 6
+    assert found["float32"].bytes == plain["float32"].bytes
+    # e^-25 is 1.4e-11, and the smallest number of float16 is 2^-24.
+    np.testing.assert_allclose(found["float16"].posterior.std.detach(), 2.0**-24, rtol=1e-5)
+
+
 def test_a_point_is_its_own_network():
     found = by_name(Point(net()))
     assert list(found) == ["network, float32", "network, int8", "network, 3 bits"]
@@ -166,9 +180,9 @@ def test_a_shared_posterior_is_taken_weight_by_weight():
         outlier_mean=torch.randn(5, generator=generator),
         outlier_std=torch.full((5,), 0.02),
     )
-    posterior = Shared(net(), codebook, sampling="moment", name="b")
+    posterior = Shared(net(), codebook, sampling="moment", seed=3, name="b")
     whole = by_name(posterior)["float32"]
     assert whole.bytes == 8 * WEIGHTS + 4 * (BIASES + REST) + 8 * COUNTERS
     address = Address(0, "b", "draw")
     torch.testing.assert_close(whole.posterior.draw(address).flat, posterior.draw(address).flat)
-    assert whole.posterior.name == "b"
+    assert (whole.posterior.seed, whole.posterior.name) == (3, "b")

@@ -162,6 +162,33 @@ def test_the_order_of_a_codebook_makes_no_difference():
         assert torch.equal(*draws)
 
 
+def test_shares_are_the_nearest_15ths():
+    share = torch.rand(40, generator=torch.Generator().manual_seed(2))
+    codebook = replace(book(blended=40), blend_weight=torch.stack([share, 1 - share], 1))
+    posterior = Shared(net(), codebook)
+    nearest = torch.tensor([min(range(16), key=lambda k: abs(k / 15 - x)) for x in share.tolist()])
+    nearest = nearest[codebook.blended.argsort()]
+    torch.testing.assert_close(posterior.blend_weight, torch.stack([nearest / 15, (15 - nearest) / 15], 1))
+
+
+def test_a_component_of_one_weight_is_used_and_one_of_none_is_not(tmp_path):
+    codebook = book(components=7)
+    label = codebook.label.where(codebook.label < 2, 0)
+    plain = [i for i in range(120) if i not in codebook.outlier and i not in codebook.blended]
+    label[plain[5]] = 3  # alone
+    label[codebook.outlier], label[codebook.blended] = 4, 5  # whose labels mean nothing
+    pair = torch.tensor([[1, 6]] + [[0, 1]] * 6)
+    posterior = Shared(net(), replace(codebook, label=label, blend_component=pair))
+    mean, std = posterior.mean.detach(), posterior.std.detach()
+    used = [int((posterior.component[:, 0] == codebook.component[k, 0]).nonzero()) for k in (0, 1, 3, 6)]
+    assert posterior.used.nonzero()[:, 0].tolist() == sorted(used)
+    posterior.save(tmp_path / "p.safetensors")
+    again = Posterior.load(tmp_path / "p.safetensors", net())
+    assert len(again.component) == len(posterior.component) == 4
+    assert torch.equal(again.mean, mean)
+    assert torch.equal(again.std, std)
+
+
 def test_components_are_numbered_by_layer_then_mean():
     codebook = replace(book(blended=0, outliers=0), label=torch.tensor([3, 1] * 36 + [0, 2, 4] * 16))
     posterior = Shared(net(), codebook)
@@ -310,6 +337,7 @@ def test_a_choice_of_ones_own_is_in_the_file(tmp_path):
         ({"seed": "0"}, "lacks options, a seed or a name"),
         ({"network": "00"}, "of another network"),
         ({"full": "all"}, "'full' is not a list of numbers"),
+        ({"full": ["0"]}, "'full' is not a list of numbers"),
         ({"full": [0, 1]}, "'fixed/"),
     ],
 )
@@ -350,6 +378,35 @@ def test_a_damaged_file_that_is_signed_again_is_one_sentence(bits, name, change,
     storage.write(path, tensors if change is None else tensors | {name: change(given)}, about)
     with pytest.raises(InputError, match=sentence):
         Posterior.load(path, net())
+
+
+def test_what_fills_a_tensor_up_is_checked(tmp_path):
+    path = tmp_path / "p.safetensors"
+    Shared(odd(), odd_book(), bits=8).save(path)
+    tensors, about = storage.read(path)
+    filled = [name for name, t in tensors.items() if t.dtype == torch.uint8 and t[-1] > 1]
+    assert filled
+    for name in filled:
+        more = int(tensors[name][-1])
+        spoilt, longer = tensors[name].clone(), torch.zeros(8, dtype=torch.uint8)
+        spoilt[-2], longer[-1] = 1, 8 + more
+        for given in (spoilt, torch.cat([tensors[name][:-1], torch.zeros(1, dtype=torch.uint8), longer])):
+            storage.write(path, tensors | {name: given}, about)
+            with pytest.raises(InputError, match=f"'{name}' does not end as it should"):
+                Posterior.load(path, odd())
+
+
+@pytest.mark.parametrize("first", [0, 72])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_layer_may_have_no_outliers(bits, first, tmp_path):
+    place = first + 5 * torch.arange(9)
+    codebook = replace(book(blended=0), outlier=place)
+    posterior = Shared(net(), codebook, bits=bits)
+    posterior.save(tmp_path / "p.safetensors")
+    again = Posterior.load(tmp_path / "p.safetensors", net())
+    assert again.outlier.tolist() == place.tolist()
+    assert torch.equal(again.draw(HERE).flat, posterior.draw(HERE).flat)
+    torch.testing.assert_close(again.mean[place], codebook.outlier_mean, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("grid", [0.0, -1.0, torch.nan, torch.inf, 0.5])
@@ -429,6 +486,16 @@ def test_predict_and_materialise_work_as_for_every_posterior():
         ({"outlier": torch.arange(120, 129)}, "names a weight that is not among the 120"),
         ({"outlier_std": torch.zeros(9)}, "collapsed to 0"),
         ({"outlier_mean": torch.zeros(8)}, "not equally many"),
+        ({"outlier_std": torch.ones(8)}, "not equally many"),
+        ({"outlier_std": torch.eye(9)[0]}, "collapsed to 0"),
+        ({"outlier": torch.arange(-1, 8)}, "names a weight that is not among the 120"),
+        ({"blended": book().outlier[:7]}, "a weight is blended or an outlier twice"),
+        ({"label": torch.eye(120)[7].long().neg()}, "'label' names a component that is not among the 5"),
+        ({"component": torch.zeros(0, 2), "cholesky": torch.zeros(0, 3)}, "of at least one component"),
+        ({"component": torch.ones(5, 3)}, r"expected centres \(K, 2\)"),
+        ({"cholesky": torch.ones(4, 3)}, r"Cholesky factors \(K, 3\)"),
+        ({"blend_component": torch.zeros(6, 2).long()}, "two shares for each of 7 blended weights"),
+        ({"blend_weight": torch.full((7, 3), 1 / 3)}, "two shares for each of 7 blended weights"),
     ],
 )
 def test_a_codebook_that_does_not_fit_is_refused(change, sentence):
@@ -439,5 +506,13 @@ def test_a_codebook_that_does_not_fit_is_refused(change, sentence):
 def test_unknown_options_are_refused():
     with pytest.raises(InputError, match="sampling is 'x', expected hierarchical"):
         Shared(net(), book(), sampling="x")
-    with pytest.raises(InputError, match="bits is 20, expected 4 to 16, or 32"):
-        Shared(net(), book(), bits=20)
+    for bits in (3, 17, 20, 33, 8.0):
+        with pytest.raises(InputError, match=f"bits is {bits}, expected 4 to 16, or 32"):
+            Shared(net(), book(), bits=bits)
+    with pytest.raises(InputError, match="prior is 'flat', expected 'anchored' or 'normal'"):
+        Shared(net(), book(), prior="flat")
+    for width in (0.0, -1.0, torch.inf, torch.nan):
+        with pytest.raises(InputError, match=r"prior_std is .*, expected a positive number"):
+            Shared(net(), book(), prior_std=width)
+    with pytest.raises(InputError, match="no parameter of Sequential was chosen to be shared"):
+        Shared(net(), weights=[])

@@ -1,6 +1,8 @@
 """The steps that led to a run: their order, what they are worth, and what they cost."""
 
+import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from peerbayes.data import load, load_images
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_data, load_recipe, packaged, train
 from peerbayes.posteriors import predict_split
-from peerbayes.reporting.pipeline import pipeline
+from peerbayes.reporting import pipeline as module
+from peerbayes.reporting.pipeline import pipeline, pipeline_table
 
 DATA = 'name = "digits"\nclasses = 10\nbatch_size = 64\nvalidation = 200'
 PEER = '[[peers]]\nname = "{}"\nnetwork = "mlp"\nposterior = {}\n{}\n'
@@ -117,6 +120,43 @@ def test_the_command_prints_a_table_and_draws(chain, tmp_path, capsys):
     row = next(line.split() for line in lines if line.startswith("shipped"))
     assert row[2] == f"{100 * accuracy:.2f}"
     assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def figures(name, **more):
+    return dict.fromkeys(module.COLUMNS, None) | {"name": name, **more}
+
+
+def test_several_seeds_are_a_mean_and_its_standard_error():
+    steps = [
+        [{"method": "dnn", "who": [figures("net", accuracy=a, bytes=2000)]},
+         {"method": "peers", "who": [figures("one", accuracy=a / 2, bytes=b), figures("two", accuracy=a, bytes=b)]}]
+        for a, b in ((0.5, 1000), (0.6, 2000), (0.7, 6000))
+    ]  # fmt: skip
+    heading, *rows = pipeline_table({"chains": [{"steps": some} for some in steps]}).splitlines()
+    assert heading.split() == ["step", "ACC", "KB"]
+    assert [row.split() for row in rows] == [
+        ["dnn", "net", "60.00", "±", "5.77", "2.0", "±", "0.0"],
+        ["peers", "one", "30.00", "±", "2.89", "3.0", "±", "1.5"],
+        ["two", "60.00", "±", "5.77", "3.0", "±", "1.5"],
+    ]
+    alone = pipeline_table({"chains": [{"steps": steps[0]}]}).splitlines()
+    assert alone[1].split() == ["dnn", "net", "50.00", "2.0"]
+
+
+def test_what_is_from_elsewhere_is_told_apart_on_average():
+    outside = {name: {"auroc": value} for name, value in (("a", 0.9), ("b", 0.5), ("c", 0.1))}
+    found = {"name": "net", "accuracy": 0.5, "nll": 1.0, "ece": 0.1, "out_of_distribution": outside}
+    assert module._figures(found, ["a", "b"])["auroc"] == pytest.approx(0.7)
+    assert module._figures(found, [])["auroc"] is None
+
+
+def test_the_time_of_a_prediction_is_the_best_of_those_after_the_first(monkeypatch):
+    ticks = itertools.accumulate([0, 1.0, 0, 4.0, 0, 2.0, 0, 3.0])  # seconds of each prediction
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
+    posterior = types.SimpleNamespace(
+        predict=lambda images, draws: types.SimpleNamespace(probabilities=torch.full((len(images), draws), 0.5))
+    )
+    assert module._microseconds(posterior, torch.zeros(5, 1), 3) == pytest.approx(1e6 * 2 / 5)
 
 
 def test_runs_that_came_about_otherwise_are_refused(chain):

@@ -99,6 +99,30 @@ def test_a_mean_field_posterior_is_a_histogram_of_its_weights(runs):
     assert found["tails"] == pytest.approx(np.quantile(mean, [0.01, 0.99], method="inverted_cdf"))
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_scales_are_counted_in_equal_bins_or_by_their_logarithm_if_they_are_wide(wide, monkeypatch):
+    monkeypatch.setattr(weights, "PART", 300)
+    field = MeanField(torch.nn.Linear(40, 30, bias=False))
+    with torch.no_grad():
+        field.rho.copy_(torch.linspace(-8, -2 if wide else -6, 1200)[torch.randperm(1200)])
+    found = weights._of_weights(field, slice(100, 1100))
+    mean, scale = (values.detach().double().numpy()[100:1100] for values in (field.mean, field.std))
+    assert wide == (scale.max() > 20 * scale.min())
+    space = np.geomspace if wide else np.linspace
+    np.testing.assert_allclose(found["scale_edges"], space(scale.min(), scale.max(), 76), rtol=1e-6)
+    np.testing.assert_allclose(found["mean_edges"], np.linspace(mean.min(), mean.max(), 151), rtol=1e-6, atol=1e-9)
+    assert np.sum(found["count"]) == 1000
+    expected = np.histogram(scale, found["scale_edges"])[0]
+    assert np.abs(np.cumsum(np.sum(found["count"], 0)) - np.cumsum(expected)).max() <= 1  # the ends lie on edges
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 3.0])
+def test_a_histogram_of_one_number_has_it_in_its_middle(value):
+    edges = weights._edges(torch.full((5,), value), 10, False).numpy()
+    margin = max(1e-6, abs(value) / 10)
+    np.testing.assert_allclose(edges, np.linspace(value - margin, value + margin, 11), atol=1e-15)
+
+
 @pytest.mark.parametrize("layer", [None, "hidden.1.0.weight"])
 def test_a_shared_posterior_is_its_components_blends_and_outliers(runs, layer, monkeypatch):
     monkeypatch.setattr(weights, "MARKS", 25)
@@ -121,11 +145,40 @@ def test_a_shared_posterior_is_its_components_blends_and_outliers(runs, layer, m
     for name, number in (("blended", 1), ("outliers", 2)):
         assert len(found[name]["mean"]) == min(25, counts[number])  # no more than so many are drawn
         assert np.isin(np.float32(found[name]["mean"]).round(5), mean[place][kind[place] == number].round(5)).all()
+    assert parts["scale"] == book.component[:, 1].tolist()
+    blends = (book.blend_weight[:, :, None] * book.component[book.blend_component.long()]).sum(1).detach()
+    marks = torch.tensor([found["blended"]["mean"], found["blended"]["scale"]]).T
+    assert (marks[:, None] - blends).abs().amax(2).amin(1).max() < 1e-6
     own = dict(zip(book.outlier_mean.tolist(), book.outlier_std.tolist(), strict=True))
     assert all(own[m] == s for m, s in zip(found["outliers"]["mean"], found["outliers"]["scale"], strict=True))
     for name, number in (("single", 0), ("blended", 1), ("outliers", 2)):
         expected = np.histogram(mean[place][kind[place] == number].astype(float), found["mean_edges"])[0]
         assert np.abs(np.cumsum(found["means"][name]) - np.cumsum(expected)).max() <= 1  # one may lie on an edge
+
+
+def test_a_layer_shows_the_components_that_it_has_and_no_others():
+    label = torch.zeros(60, dtype=torch.int64)
+    label[3], label[50:] = 1, 2
+    codebook = Codebook(
+        component=torch.tensor([[0.125 * k, 0.25] for k in range(6)]),
+        cholesky=torch.zeros(6, 3),
+        label=label,
+        blended=torch.tensor([7, 45]),
+        blend_component=torch.tensor([[0, 3], [2, 4]]),
+        blend_weight=torch.tensor([[0.2, 0.8], [0.4, 0.6]]),
+        outlier=torch.tensor([8]),
+        outlier_mean=torch.tensor([1.0]),
+        outlier_std=torch.tensor([0.1]),
+    )
+    layers = torch.nn.Linear(10, 4, bias=False), torch.nn.Linear(4, 5, bias=False)
+    posterior = Shared(torch.nn.Sequential(*layers), codebook)
+    for place, expected in ((slice(0, 40), {0: 37, 1: 1, 3: 0}), (slice(40, 60), {0: 9, 2: 10, 4: 0})):
+        found = weights._of_components(posterior, place)
+        parts = found["components"]
+        assert dict(zip(parts["mean"], parts["members"], strict=True)) == {0.125 * k: n for k, n in expected.items()}
+        assert [sum(found["means"][name]) for name in ("single", "blended", "outliers")] == [
+            sum(expected.values()), 1, int(place.start == 0)
+        ]  # fmt: skip
 
 
 def test_the_picture_has_a_row_a_posterior_and_says_how_many_there_are(runs):
@@ -238,6 +291,7 @@ def test_confidence_by_class_is_that_of_the_predictions_over_seeds(runs):
     found = confidence.confidence(folders, device="cpu")
     (series,) = found["series"]
     assert (series["seeds"], series["label"]) == ([0, 1], "shared · mlp · digits")
+    assert found["levels"] == [0.05, 0.25, 0.5, 0.75, 0.95]
     data = load_data("digits", validation=200).test
     images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
     peers = {seed: Run(folder)["net"] for seed, folder in enumerate(folders)}
@@ -258,6 +312,7 @@ def test_confidence_by_class_is_that_of_the_predictions_over_seeds(runs):
     assert outside["quantiles"] == pytest.approx(np.quantile(sure.astype(float), found["levels"]))
     figure = confidence.draw_confidence(found)
     assert [text.get_text() for text in figure.axes[0].texts][:10] == [f"{100 * mean:.1f}" for mean in series["mean"]]
+    assert 0 <= figure.axes[0].get_ylim()[0] <= 100 * min(*series["accuracy"], *map(min, series["quantiles"]))
     assert drawn(figure) > 20
 
 

@@ -14,7 +14,7 @@ from sklearn.mixture import GaussianMixture
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, integers
 from peerbayes.sharing import Components, components_of, em, kmeans, nearest
-from peerbayes.sharing.clustering import _relocated, most_probable
+from peerbayes.sharing.clustering import _longest, _relocated, most_probable
 
 
 def inertia(points, centres):
@@ -69,6 +69,35 @@ def test_mini_batches_are_running_means():
     assert float((centre - points.mean(0)).norm()) < 4 * (2 / 40000) ** 0.5
     assert float((kmeans(points, 1, Address(), rounds=0, batch=1000, full=0) - points.mean(0)).norm()) > 1e-3
     torch.testing.assert_close(kmeans(points, 1, Address(), rounds=0, batch=1000, full=1)[0], points.mean(0))
+
+
+def test_where_all_points_fit_into_a_batch_all_steps_are_those_of_lloyd():
+    points = weights(2000, 1e-2)
+    few, many = ([kmeans(points, 30, Address(), rounds=k, full=n - k) for k in range(n + 1)] for n in (2, 4))
+    for same in (few, many):
+        assert all(torch.equal(same[0], other) for other in same)
+    assert inertia(points, many[0]) < inertia(points, few[0])
+
+
+def test_the_seed_of_which_a_split_gains_most_is_split_into_the_means_of_halves():
+    wide = normal(900, 2) @ torch.tensor([[2.0, 1.0], [0.0, 0.5]]).double()
+    found = kmeans(torch.cat([wide, 100 + 1e-3 * normal(100, 2, seed=1)]), 3, Address(), rounds=0, full=0)
+    near = found[found[:, 0] < 50]
+    value, vector = np.linalg.eigh(np.cov(wide.numpy().T, ddof=0))
+    offset = (2 / math.pi * value[1]) ** 0.5 * vector[:, 1] * np.sign(vector[0, 1])
+    expected = wide.mean(0).numpy() + np.stack([-offset, offset])
+    np.testing.assert_allclose(near[near[:, 0].argsort()].numpy(), expected, rtol=1e-9)
+
+
+def test_the_longest_axis_is_that_of_lapack_and_no_variance_is_below_0():
+    root = normal(50, 2, 2)
+    covariance = root @ root.mT
+    largest, axis = _longest(covariance)
+    values, vectors = torch.linalg.eigh(covariance)
+    torch.testing.assert_close(largest, values[:, 1])
+    torch.testing.assert_close((axis * vectors[:, :, 1]).sum(1).abs(), torch.ones(50).double())
+    # What rounding leaves of a cluster at one place.
+    assert _longest(torch.tensor([[[-1e-20, 0.0], [0.0, -2e-20]]]).double())[0].tolist() == [0.0]
 
 
 @pytest.mark.parametrize("points", [normal(300, 2), weights(300, 1e-4), normal(300, 1).expand(300, 2) ** 5])

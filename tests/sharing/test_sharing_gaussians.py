@@ -163,6 +163,13 @@ def test_densities_agree_with_scipy_and_broadcast():
         np.testing.assert_allclose(found[:, k].numpy(), expected, rtol=1e-10)
 
 
+def test_densities_of_float32_are_computed_in_float64():
+    a = gaussians(30)
+    given = [t.float() for t in (a.mean + 3 * a.mean.flip(0), a.mean, a.covariance)]
+    for function in (mahalanobis, log_density):
+        assert torch.equal(function(*given), function(*(t.double() for t in given)))
+
+
 def test_mahalanobis_of_draws_is_chi_square():
     cov = torch.tensor([[4e-10, 1.9e-10], [1.9e-10, 1e-10]]).double()
     noise = torch.randn(40000, 2, dtype=torch.float64, generator=generator(0))
@@ -275,5 +282,12 @@ def test_wrong_arguments_are_told():
         Components(a.mean, a.covariance, a.count.float())
     with pytest.raises(InputError, match=r"cov_2 is a torch.float64 tensor of shape \(3, 2\): .*\(..., 2, 2\)"):
         wasserstein2(a.mean, a.covariance, a.mean, a.mean)
-    with pytest.raises(InputError, match=r"points is a torch\.int64"):
-        log_density(torch.ones(2, dtype=torch.int64), a.mean, a.covariance)
+    good = {"mean_1": a.mean, "cov_1": a.covariance, "mean_2": a.mean, "cov_2": a.covariance}
+    for name, tensor in good.items():
+        with pytest.raises(InputError, match=rf"{name} is a torch\.int64"):
+            wasserstein2(**good | {name: tensor.long()})
+    good = {"points": a.mean, "mean": a.mean, "cov": a.covariance}
+    for function in (mahalanobis, log_density):
+        for name, tensor in good.items():
+            with pytest.raises(InputError, match=rf"{name} is a torch\.int64"):
+                function(**good | {name: tensor.long()})

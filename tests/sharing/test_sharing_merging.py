@@ -150,6 +150,28 @@ def test_gates_block_and_are_counted(steep, wide):
     assert log["rounds"] == (1 if steep or wide else 2)
 
 
+def test_gates_are_strict_and_the_spread_is_that_of_the_means_unless_given():
+    gate, wide = 2.0**-10, torch.diag(float64([2.0**-10, 1e-10])).repeat(2, 1, 1)
+    for covariance, closed in ((wide, True), (wide.flip(1, 2), False)):
+        start = Components(pair_of().mean, covariance, float64([30.0, 10.0]))
+        _, _, log = merge(start, spread_gate=gate)
+        assert (log["spread_alone"], log["merged"]) == (int(closed), int(not closed))
+    for slope, closed in ((gate, True), (0.999 * gate, False)):
+        _, _, log = merge(pair_of(), gradient=float64([slope, 0.0]), lr=1.0, gradient_gate=gate)
+        assert (log["gradient_alone"], log["merged"]) == (int(closed), int(not closed))
+
+
+def test_what_is_given_in_float32_is_taken_in_float64():
+    start = components(60, scale=7e-5)
+    slope, spread = 8e3 * normal(60, seed=5).float(), 5e-4 * normal(60, seed=6).abs().float()
+    found, where, log = merge(start, gradient=slope, spread=spread)
+    expected, same, told = merge(start, gradient=slope.double(), spread=spread.double())
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(where, same)
+    assert log == told
+    assert log["merged"] > 0
+
+
 def three():
     """0 and 1 merge first; then the result and 2, if what it has passes the gates."""
     mean = float64([[0.0, 0.0], [1e-5, 0.0], [1e-4, 0.0]])
@@ -163,6 +185,11 @@ def test_what_a_merged_component_has():
     torch.testing.assert_close(spread, float64([5e-8 + 3 / 16 * 1e-10, 1e-9]), rtol=1e-12, atol=0)
     assert where.tolist() == [0, 0, 1]
     assert left.count.tolist() == [40.0, 5.0]
+    nothing = Components(three().mean, three().covariance, torch.zeros(3).double())
+    given = slope.new_zeros(3), float64([4e-8, 8e-8, 0.0])
+    left, _, spread, _ = _joined(nothing, *given, torch.tensor([[0], [1]]), "moment")
+    torch.testing.assert_close(left.mean[0], float64([5e-6, 0.0]))
+    torch.testing.assert_close(spread[0], float64(6e-8 + 1e-10 / 4), rtol=1e-12, atol=0)
 
 
 def test_the_pooled_spread_counts_in_the_next_round():

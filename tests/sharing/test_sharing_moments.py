@@ -59,3 +59,7 @@ def test_wrong_arguments_are_told():
         components_of(points, torch.arange(10), 9)
     with pytest.raises(InputError, match=r"labels is a torch.int64 tensor of shape \(9,\): expected int64 \(10,\)"):
         components_of(points, torch.arange(9), 9)
+    with pytest.raises(InputError, match="labels are from -1 to 8"):
+        components_of(points, torch.arange(10) - 1, 9)
+    with pytest.raises(InputError, match="points has entries that are not finite"):
+        components_of(points * torch.nan, torch.arange(10), 10)

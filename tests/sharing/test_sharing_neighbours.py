@@ -109,7 +109,11 @@ def test_wrong_arguments_are_told():
         nearest(points, points, 11)
     with pytest.raises(InputError, match=r"points is a torch.float64 tensor of shape \(20,\)"):
         nearest(points.flatten(), points)
-    with pytest.raises(InputError, match="points has entries that are not finite"):
-        nearest(points * torch.nan, points)
+    for value in (torch.nan, torch.inf, -torch.inf, 1e151):
+        for name, pair in (("points", (points.clone(), points)), ("centres", (points, points.clone()))):
+            pair[name == "centres"][3, 1] = value
+            if name == "points" or value == value:  # a centre that is not a number is nowhere
+                with pytest.raises(InputError, match=f"{name} has entries that are not finite"):
+                    nearest(*pair)
     with pytest.raises(InputError, match="centres has entries that are not finite"):
         nearest(points, points * torch.inf)

@@ -27,9 +27,10 @@ def codebook():
     generator = torch.Generator().manual_seed(0)
     place = torch.tensor([[0.0, 0.2]] * 3 + [[2.0, 0.3]] + [[4.0, 0.5]] * 2)
     share = torch.tensor([[3.0], [5.0], [8.0], [10.0]]) / 15
+    sign = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, 1.0])[:, None]  # a factor may get below 0 in training
     return Codebook(
         component=place + 0.01 * torch.randn(6, 2, generator=generator),
-        cholesky=0.05 + 0.01 * torch.rand(6, 3, generator=generator),
+        cholesky=sign * (0.05 + 0.01 * torch.rand(6, 3, generator=generator)),
         label=torch.randint(6, (260,), generator=generator),
         blended=torch.tensor([7, 30, 31, 200]),
         blend_component=torch.tensor(BLENDS),
@@ -96,6 +97,24 @@ def test_the_prior_is_anchored_at_the_pooled_moments_of_the_anchors(merged):
     every = posterior.kl_per_weight()
     single = torch.isin(torch.arange(260), posterior.outlier)
     assert every[~single].abs().max() < 1e-5
+
+
+def test_training_moves_components_and_not_what_the_prior_is_anchored_at():
+    posterior = Shared(net(), codebook())
+    book = replace(posterior.codebook(), **{n: t.detach().clone() for n, t in vars(posterior.codebook()).items()})
+    with torch.no_grad():
+        posterior.component += torch.tensor([0.5, 0.1])
+        posterior.cholesky *= 1.2
+    merge_trained(posterior, **NEAR)
+    place = book.component[:, 0].round()
+    for value in GROUPS:
+        new = int((posterior.used & (place == value)).nonzero())
+        mean, covariance = pooled(book, (place == value).nonzero()[:, 0].tolist())
+        a, b, c = posterior.anchor_cholesky[new].double()
+        torch.testing.assert_close(posterior.anchor_component[new].double(), mean, rtol=1e-5, atol=1e-6)
+        found = torch.stack([torch.stack([a * a, a * b]), torch.stack([a * b, b * b + c * c])])
+        torch.testing.assert_close(found, covariance, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(posterior.component[new].detach().double(), mean + torch.tensor([0.5, 0.1]).double())
 
 
 @pytest.mark.parametrize("sampling", ["moment", "cluster"])

@@ -92,7 +92,7 @@ def blends(
         for part, label in zip(points.split(_CHUNK), labels.split(_CHUNK), strict=True)
     ]
     index = torch.cat(off).nonzero().squeeze(1)
-    chosen = points[index].double()
+    chosen = points[index]
     component = nearest(chosen, mean, min(candidates, len(components)))
     at = (chosen.unsqueeze(1), mean[component], covariance[component])
     density, order = log_density(*at).sort(dim=1, descending=True, stable=True)
