@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -83,12 +82,10 @@ def loss_along(
 def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
     if isinstance(data, tuple):
         images, labels = (tensor.to(posterior.device) for tensor in data)
-        parts = list(zip_longest(images.split(batch_size), labels.split(batch_size), fillvalue=labels[:0]))
-    else:
-        parts = [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
-    if sum(map(len, (images for images, _ in parts))) == 0 or any(len(a) != len(b) for a, b in parts):
-        raise InputError("data: expected at least one image, and a label for each")
-    return parts
+        if len(images) != len(labels) or not len(images):
+            raise InputError("data: expected at least one image, and a label for each")
+        return list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
+    return [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
 
 
 def _loss(posterior: Posterior, tensors: dict[str, Tensor], parts: Sequence[tuple[Tensor, Tensor]]) -> float:
