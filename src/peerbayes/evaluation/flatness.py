@@ -82,10 +82,11 @@ def loss_along(
 def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
     if isinstance(data, tuple):
         images, labels = (tensor.to(posterior.device) for tensor in data)
-        if len(images) != len(labels) or not len(images):
-            raise InputError("data: expected at least one image, and a label for each")
-        return list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
-    return [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
+        if len(images) == len(labels) > 0:
+            return list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
+    elif len(data) > 0:
+        return [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
+    raise InputError("data: expected at least one image, and a label for each")
 
 
 def _loss(posterior: Posterior, tensors: dict[str, Tensor], parts: Sequence[tuple[Tensor, Tensor]]) -> float:
