@@ -84,7 +84,7 @@ def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_si
         images, labels = (tensor.to(posterior.device) for tensor in data)
         if len(images) == len(labels) > 0:
             return list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
-    elif len(data) > 0:
+    elif len(data) > 0 and data.labels is not None:
         return [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
     raise InputError("data: expected at least one image, and a label for each")
 
