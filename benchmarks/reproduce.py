@@ -39,6 +39,16 @@ def runs(names: Iterable[str]) -> list[str]:
     return [default_folder(name, 0).as_posix() for name in names]
 
 
+def mutual() -> dict[str, Table]:
+    name = "mutual-cifar100-resnet20"
+    rows = [f"mutual/cifar100-resnet20-{method}" for method in ("dnn", "vanilla", "dml", "ours")]
+    orders = [f"renyi/cifar100-resnet20-bayesian-{order}" for order in ("alpha0.5", "dml", "alpha2")]
+    return {
+        name: Table({name: ["train", *rows]}),
+        "renyi-cifar100-resnet20-bayesian": Table({"renyi-cifar100-resnet20-bayesian": ["train", *orders]}),
+    }
+
+
 def distillation() -> dict[str, Table]:
     name = "distillation-cifar10-wrn28x1"
     base = name.replace("-", "/", 1)
@@ -112,6 +122,7 @@ def pipeline() -> dict[str, Table]:
 
 ABLATION = ("shared-no-blend", "shared-no-outliers", "shared-neither")
 TABLES = {
+    **mutual(),
     **distillation(),
     **sharing("cifar10", "resnet20", ABLATION, seeds="0,1,2"),
     **sharing("cifar10", "resnet18"),
