@@ -43,9 +43,11 @@ def mutual() -> dict[str, Table]:
     name = "mutual-cifar100-resnet20"
     rows = [f"mutual/cifar100-resnet20-{method}" for method in ("dnn", "vanilla", "dml", "ours")]
     orders = [f"renyi/cifar100-resnet20-bayesian-{order}" for order in ("alpha0.5", "dml", "alpha2")]
+    first, pairs = f"{name}-dnn", "renyi-cifar100-resnet20-bayesian"
     return {
-        name: Table({name: ["train", *rows]}),
-        "renyi-cifar100-resnet20-bayesian": Table({"renyi-cifar100-resnet20-bayesian": ["train", *orders]}),
+        first: Table({first: ["train", rows[0]]}),
+        name: Table({name: ["train", *rows]}, needs=[first]),
+        pairs: Table({pairs: ["train", *orders]}, needs=[first]),
     }
 
 
