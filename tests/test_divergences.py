@@ -12,6 +12,7 @@ from scipy.linalg import sqrtm
 from scipy.special import rel_entr
 from torch.distributions import Categorical, Normal, kl_divergence
 
+from peerbayes.dirichlet import dirichlet_kl
 from peerbayes.divergences import (
     gaussian_kl,
     kernel_kl,
@@ -597,3 +598,32 @@ def test_kernel_options_are_checked():
             kernel_log_conditional(torch.ones(3, 2), "rbf", bandwidth)
     with pytest.raises(InputError, match=r"log_p has shape \(3, 3\) and log_q has shape \(4, 4\)"):
         kernel_kl(torch.zeros(3, 3), torch.zeros(4, 4))
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+COMPILED = {
+    "kl": lambda a, b: kl(a.log_softmax(-1), b.log_softmax(-1)),
+    "renyi": lambda a, b: renyi(a.log_softmax(-1), b.log_softmax(-1), 1.5),
+    "gaussian_kl to numbers": lambda a, b: gaussian_kl(a, b.exp(), 0.0, 0.1),
+    "gaussian_kl to tensors": lambda a, b: gaussian_kl(a, b.exp(), torch.ones_like(a), torch.full_like(a, 0.1)),
+    "wasserstein2": lambda a, b: wasserstein2(a, b.exp(), 0.0, 1.0),
+    "kernel_kl": lambda a, b: kernel_kl(kernel_log_conditional(a), kernel_log_conditional(b)),
+    "dirichlet_kl": lambda a, b: dirichlet_kl(a.exp(), b.exp()),
+}
+
+
+@pytest.mark.filterwarnings("default")  # torch's tracer warns of its own
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiler_keeps_the_gradient(name):
+    """As one does not that meets an in-place operation on what a function of our own returns."""
+    torch._dynamo.reset()
+    compiled = torch.compile(COMPILED[name], backend="aot_eager", fullgraph=True, dynamic=False)
+    found = []
+    for function in (COMPILED[name], compiled):
+        inputs = [logits(6, 5, seed=seed).requires_grad_(True) for seed in (0, 1)]
+        function(*inputs).sum().backward()
+        found.append([tensor.grad for tensor in inputs])
+    for plain, other in zip(*found, strict=True):
+        assert plain.abs().max() > 1e-3
+        torch.testing.assert_close(other, plain)
