@@ -43,6 +43,7 @@ def trained(name, tmp_path, reporter=None, update="simultaneous"):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch's tracer
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the tracer of torch 2.11
 @pytest.mark.parametrize("update", ["simultaneous", "sequential"])
 @pytest.mark.usefixtures("traced")
 def test_compiled_and_eager_steps_agree(update, tmp_path):
