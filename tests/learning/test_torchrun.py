@@ -200,7 +200,7 @@ def launch(place, names, *more, restarts=0):
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -253,7 +253,7 @@ def driven(place):
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     said = {
