@@ -7,8 +7,8 @@ from torch import nn
 
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe
-from peerbayes.learning.cohort import run_peer, term_value
+from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe, verifying
+from peerbayes.learning.cohort import Parts, run_peer, term_value
 from peerbayes.learning.engine import pick
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.together import run_together
@@ -113,6 +113,17 @@ def test_a_compiler_that_changes_a_gradient_is_left(part, wrong, told, tmp_path,
     assert told in line
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def test_where_a_plain_step_has_no_room_the_compiler_is_trusted(tmp_path, monkeypatch):
+    def greedy(*arguments):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("no room")
+        return run_peer(*arguments)
+
+    monkeypatch.setattr(engine, "compiled", lambda function: function)
+    monkeypatch.setattr(verifying, "Parts", lambda: Parts(run_peer=greedy))
+    assert trained("compiled", tmp_path)[2].engine.name == "compiled"
 
 
 def test_right_gradients_leave_random_numbers_and_state_alone(tmp_path, monkeypatch):
