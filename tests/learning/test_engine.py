@@ -8,7 +8,7 @@ from torch import nn
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe, verifying
-from peerbayes.learning.cohort import Parts, run_peer, term_value
+from peerbayes.learning.cohort import Clock, Parts, run_peer, term_value
 from peerbayes.learning.engine import pick
 from peerbayes.learning.sources import build_peer
 from peerbayes.learning.together import run_together
@@ -113,6 +113,14 @@ def test_a_compiler_that_changes_a_gradient_is_left(part, wrong, told, tmp_path,
     assert told in line
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def test_what_is_not_finite_is_not_the_compilers_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(Learner, "run", lambda self: self.feed.prepare(0))
+    peers, _, learner = trained("eager", tmp_path)
+    with torch.no_grad():
+        peers["pretrained"].mean.fill_(torch.nan)
+    verifying.verify(learner.cohort, Clock(0, 0, 0.0), lambda: None)
 
 
 def test_where_a_plain_step_has_no_room_the_compiler_is_trusted(tmp_path, monkeypatch):
