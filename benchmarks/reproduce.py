@@ -4,8 +4,8 @@
     python benchmarks/reproduce.py sharing-cifar10-resnet20 --data-root data
     python benchmarks/reproduce.py TABLE TABLE TABLE --at-once 3            # processes side by side on one GPU
 
-Runs go to runs/ below --work, records to results/ there. The same command again goes on where it was interrupted; what
-has a record is not made again.
+Runs go to reproduced/runs, records to reproduced/results, or below --work. The same command again goes on where it was
+interrupted; what has a record there is not made again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables, in the order in which they are begun")
     parser.add_argument("--data-root", type=Path, help="where data sets lie")
-    parser.add_argument("--work", type=Path, default=Path(), help="where runs/ and results/ go; by default here")
+    parser.add_argument("--work", type=Path, default=Path("reproduced"), help="folder of runs/ and results/")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tables side by side; 1 by default")
     given = parser.parse_args(words)
     if not given.tables:

@@ -136,14 +136,19 @@ def test_where_a_plain_step_has_no_room_the_compiler_is_trusted(tmp_path, monkey
 
 def test_right_gradients_leave_random_numbers_and_state_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "compiled", lambda function: function)
-    peers, lines, learner = trained("compiled", tmp_path)
-    assert learner.engine.name == "compiled"
-    monkeypatch.setattr(engine, "verify", lambda *_: None)
-    others, other_lines, _ = trained("compiled", tmp_path)
-    for name, posterior in peers.items():
-        for key, tensor in posterior.state().items():
-            assert torch.equal(tensor, others[name].state()[key])
-    assert [line["peers"] for line in lines] == [line["peers"] for line in other_lines]
+    recipe = load_recipe("mutual/digits-dnn", ["data.batch_size=64"])  # a ResNet-8, with batch-norm
+    data, (peer,) = load_data(recipe), recipe.peers
+    peers = {peer.name: build_peer(peer, recipe, data, 0, tmp_path, torch.device("cpu"))}
+    learner = Learner(recipe, peers, data, 0, engine="compiled")
+    learner.feed.prepare(0)
+    before = [tensor.clone() for tensor in (*peers[peer.name].parameters(), *peers[peer.name].buffers())]
+    learner.engine.begin_stage(0, 0)
+    after = [*peers[peer.name].parameters(), *peers[peer.name].buffers()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    numbers = torch.get_rng_state()
+    verifying.verify(learner.cohort, Clock(0, 0, 0.0), lambda: torch.manual_seed(7))
+    assert torch.equal(torch.get_rng_state(), numbers)
+    learner.feed.close()
 
 
 def test_the_captured_engine_asks_for_a_gpu():

@@ -27,7 +27,7 @@ from peerbayes.cli.options import (
     Seeds,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, show, waiting
+from peerbayes.cli.showing import judge, reporter, show
 from peerbayes.errors import InputError, TrainingError
 
 if TYPE_CHECKING:
@@ -144,8 +144,7 @@ def _train_and_show(
     finished = [run for place, run in enumerate(runs) if place not in failed]
     loaded, records = learning.Loaded(how["root"]), []
     for done in finished:
-        with waiting(quiet):
-            records.append(judge(done, how["device"], loaded))
+        records.append(judge(done, how["device"], loaded, quiet))
         reporting.write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])

@@ -77,14 +77,18 @@ def evaluate(
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
             raise InputError(f"{folder}: stands there twice")
-    how = {"draws": draws, "settle": settle, "out_of_distribution": ood or None, "corrupted": corrupted}
+    how: dict[str, Any] = {
+        "draws": draws,
+        "settle": settle,
+        "out_of_distribution": ood or None,
+        "corrupted": corrupted,
+    }
     loaded, records = learning.Loaded(data_root), []
     opened = [learning.Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
-        with waiting():
-            records.append(judge(run, device, loaded, averaged=averaged, **how))
+        records.append(judge(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 reporting.write_report(run, records[-1])

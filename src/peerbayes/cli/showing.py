@@ -28,14 +28,15 @@ def reporter(quiet: bool) -> Reporter:
 def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
     """Show on a terminal how far predictions within the block are, where one takes longer than some seconds."""
     from rich.console import Console
-    from rich.progress import Progress
-
-    from peerbayes.posteriors.prediction import Watcher, watched
 
     console = Console(file=sys.stderr)
     if quiet or not console.is_terminal:
         yield
         return
+    from rich.progress import Progress
+
+    from peerbayes.posteriors.prediction import Watcher, watched
+
     progress = Progress(console=console, transient=True)
     task = progress.add_task("predicting")
 
@@ -56,12 +57,13 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
         progress.stop()
 
 
-def judge(run: Run, device: str, loaded: Loaded, **how: Any) -> Record:
+def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
     """Judge a run on its test split, with data that other runs may share."""
     from peerbayes import reporting
 
     data = loaded.of(run)
-    return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
+    with waiting(quiet):
+        return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:

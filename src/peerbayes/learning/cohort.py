@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
@@ -342,9 +342,13 @@ class Cohort:
             found = []
             for name, posterior in self.peers.items():
                 values = [value for value, _ in self.state.of_terms(term_value, batch, name)]
-                parameters = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
-                found.append(torch.stack([norm_and_value(value, parameters, self.world) for value in values]))
+                found.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
             return torch.stack(found)
+
+
+def learnt(posterior: Posterior) -> list[nn.Parameter]:
+    """Return the parameters that a posterior's terms have gradients for."""
+    return [p for p in posterior.parameters() if p.requires_grad and p.numel()]
 
 
 def _count_derived(batch: terms.Batch) -> int:

@@ -68,7 +68,7 @@ class Compiled(Eager):
         self._compile()
         with _kept_state(self.cohort):
             self._rehearse(lambda: self.step(step, stage_step))
-            self._rehearse(lambda: verify(self.cohort, self._clock(step, stage_step), self._reseed(step)))
+            self._verify(self._clock(step, stage_step), step)
 
     def _rehearse(self, step: Callable[[], None]) -> None:
         """Run a step on one's own, and fail if it fails in any process: those that go on must all go on."""
@@ -87,19 +87,22 @@ class Compiled(Eager):
 
     def step(self, step: int, stage_step: int) -> None:
         """Run one step."""
-        self._reseed(step)()
+        self._reseed(step)
         super().step(step, stage_step)
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
         """Return what `Cohort.term_norms` does."""
-        self._reseed(step)()
+        self._reseed(step)
         return super().term_norms(step, stage_step)
 
-    def _reseed(self, step: int) -> Callable[[], None]:
-        """Return what puts torch's generators to the place of a step, for dropout and the like."""
+    def _reseed(self, step: int) -> None:
+        """Put torch's generators to the place of a step, for dropout and the like."""
         world = self.cohort.world
         owner = "network" if world.size == 1 else f"network/{world.rank}"  # processes see different images
-        return functools.partial(set_global_seed, Address(self.cohort.seed, owner, "step", step))
+        set_global_seed(Address(self.cohort.seed, owner, "step", step))
+
+    def _verify(self, clock: Clock, step: int) -> None:
+        self._rehearse(lambda: verify(self.cohort, clock, lambda: self._reseed(step)))
 
     def _clock(self, step: int, stage_step: int) -> Clock:
         # Numbers would be compiled in.
@@ -157,7 +160,7 @@ class Captured(Compiled):
             self._set(step, stage_step)
             self._rehearse(self._step)
             if cohort.autocast is not None:
-                self._rehearse(lambda: verify(cohort, self._device_clock(), self._reseed(step)))
+                self._verify(self._device_clock(), step)
             for _ in range(WARM_UP - 1):
                 self._step()
             torch.cuda.synchronize(device)
@@ -171,7 +174,7 @@ class Captured(Compiled):
         """Replay the step."""
         assert self.graph is not None
         if self.alone:
-            self._reseed(step)()
+            self._reseed(step)
         self.graph.replay()
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
@@ -180,7 +183,7 @@ class Captured(Compiled):
             super().term_norms(step, stage_step)
             self.norms_graph, self.norms = self._capture(lambda: self.cohort.term_norms(self._device_clock()))
         if self.alone:
-            self._reseed(step)()
+            self._reseed(step)
         self.norms_graph.replay()
         norms: Tensor = self.norms
         return norms

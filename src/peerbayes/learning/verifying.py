@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import terms
-from peerbayes.learning.cohort import Clock, Cohort, Parts, term_value
+from peerbayes.learning.cohort import Clock, Cohort, Parts, learnt, term_value
 from peerbayes.posteriors import Weights
 
 TERMS = 0.1  # how far a term's gradient may be off, relative to its norm: both are made of the same numbers
@@ -43,7 +43,7 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
     with cohort.plain(), torch.no_grad():
         batch = cohort.forward(clock)
     for peer, posterior in cohort.peers.items():
-        own = [p for p in posterior.parameters() if p.requires_grad and p.numel()]
+        own = learnt(posterior)
         apart: dict[str, tuple[float, float]] = {}
         for term, options in cohort.state.terms if cohort.recipe.update == "simultaneous" else ():
             plain, found = (_of_term(ask, term, options, batch, peer, own) for ask in (term_value, made.term_value))
