@@ -183,6 +183,7 @@ def make(table: Table, work: Path, environment: Mapping[str, str], before: Seque
     for name, command in table.files.items():
         file = work / "results" / f"{name}.json"
         if file.exists():
+            print(f"{name}: there already", flush=True)
             continue
         words = [*command, "--json"]
         if command[0] == "train":

@@ -23,9 +23,9 @@ from commands import QUIET, called, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Run, load_data, load_recipe, packaged, train
+from peerbayes.learning import Learner, Recipe, Reporter, Run, engine, load_data, load_recipe, packaged, train
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
-from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
 from peerbayes.reporting import text_table
 
@@ -211,6 +211,45 @@ def test_compiled_and_eager_steps_of_a_distillation_agree(kind):
     assert found["compiled"][1] == pytest.approx(found["eager"][1], rel=1e-4)
     for name, tensor in found["eager"][0].items():
         torch.testing.assert_close(found["compiled"][0][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def without_slope(plain, images, tensors, autocast):
+    return run_plain(plain, images.detach(), tensors, autocast) + 0 * images.sum()
+
+
+def too_sure(*arguments):
+    return 9 * run_plain(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "told"),
+    [
+        ("tdiv", without_slope, "what perturb 'tdiv' asks of networks to something whose gradient has a norm of 0 "),
+        ("tdiv_sdiv", without_slope, "what perturb 'tdiv_sdiv' asks of networks to something whose gradient has"),
+        ("bald", without_slope, "what perturb 'bald' asks of networks to something whose gradient has a norm of 0 "),
+        ("gaussian", too_sure, "the teachers to ones whose logits have a norm of"),
+        ("none", too_sure, "the teachers to ones whose logits have a norm of"),
+        ("gaussian", without_slope, None),  # nobody asks for it
+        ("tdiv_sdiv", run_plain, None),
+    ],
+)
+def test_a_compiler_that_changes_teachers_is_left(kind, wrong, told, monkeypatch):
+    said = []
+
+    class Listening(Reporter):
+        def warn(self, text):
+            said.append(text)
+
+    stage = made_stage(1, 0.05, distil={"teachers": "one_to_one"}) | {"perturb": {"kind": kind}}
+    given = Teachers([known(1), MeanField(small(2), rho=-2.0)])
+    peers = {"a": RankOne(small(3), 2, factors="random", spread=0.3)}
+    monkeypatch.setattr(engine, "compiled", lambda function: wrong if function.__name__ == "run_plain" else function)
+    recipe = made_recipe(stage)
+    learner = Learner(recipe, peers, made_data(), 0, teachers=given, engine="compiled", reporter=Listening())
+    learner.run()
+    assert learner.engine.name == ("compiled" if told is None else "eager")
+    found = [text.partition(" compiles ")[2] for text in said if "compiled engine" in text]
+    assert [text[: len(told or "")] for text in found] == ([] if told is None else [told])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -266,7 +266,7 @@ class Cohort:
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
         prepared = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
-        self._images, teachers = self.consult(prepared, clock.step, first)
+        self.images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}
         return terms.Batch(
@@ -305,7 +305,7 @@ class Cohort:
         with self._own_stream(name):
             begin = noise.start(address, self.device)
             flat, std, extra = self.parts.place_peer(posterior, begin)
-            logits, features = self.parts.run_peer(posterior, self._images, flat, extra, self.layers, self.autocast)
+            logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
         found = dict(zip(self.layers, features, strict=True))
         return terms.Output(posterior, Weights({}, flat, std), logits, found)
 

@@ -238,10 +238,24 @@ class Perturbation:
         """
         if not images.is_floating_point() or images.dim() != 4:
             raise InputError(f"perturb '{self.kind}' is for images: set stages.*.perturb.kind=none for texts")
-        address = Address(self.seed, "data", "perturb", number)
         if self.kind == "gaussian":
-            return gaussian_step(images, address, first)
+            return gaussian_step(images, self._address(number), first)
+        return step_along(images, *self.slope(images, number, first, tensors, run, autocast, lane, forked))
+
+    def slope(
+        self,
+        images: Tensor,
+        number: int | Tensor,
+        first: int,
+        tensors: Sequence[Tensors],
+        run: Pass,
+        autocast: torch.dtype | None,
+        lane: Lane = contextlib.nullcontext,
+        forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`."""
         assert self.teachers is not None
+        address = self._address(number)
         teachers, moved = self.teachers, images.detach().requires_grad_(True)
         scale: float | Tensor = 1.0
         with torch.enable_grad():
@@ -261,7 +275,10 @@ class Perturbation:
                 apart = [_cross_entropy(target, logits) for target, logits in found]
                 value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
-        return step_along(images, gradient, scale)
+        return gradient, scale
+
+    def _address(self, number: int | Tensor) -> Address:
+        return Address(self.seed, "data", "perturb", number)
 
     def in_parts(
         self, images: Tensor, number: int, tensors: Sequence[Tensors], autocast: torch.dtype | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peerbayes import terms
 from peerbayes.learning.cohort import Clock, Cohort, Parts, learnt, term_value
+from peerbayes.learning.teachers import run_plain
 from peerbayes.posteriors import Weights
 
 TERMS = 0.1  # how far a term's gradient may be off, relative to its norm: both are made of the same numbers
@@ -22,7 +23,9 @@ INSTEAD = "on a GPU --precision float32 needs no compiler"
 
 
 def verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
-    """Fail where the gradient of a compiled term, or of a peer's compiled network, is not that of the plain one.
+    """Fail where the gradient of a compiled term, peer's network or perturbation is not that of the plain one.
+
+    Of teachers that images are not moved by, the logits are compared.
 
     What is not finite is left to the step itself, which says so.
 
@@ -62,11 +65,35 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
                 cohort.parts = parts
                 logits = cohort.output(peer, clock).logits
                 norms.append(float(_flat(logits.square().mean(), own).norm()))
-        if math.isfinite(norms[0]) and not norms[0] / NETWORKS <= norms[1] <= norms[0] * NETWORKS:
-            raise RuntimeError(
-                f"torch {torch.__version__} compiles the network of peer '{peer}' to one whose gradient has a norm of "
-                f"{norms[1]:.2g} instead of {norms[0]:.2g}; {INSTEAD}"
-            )
+        _compare(f"the network of peer '{peer}' to one whose gradient has", norms)
+    _verify_teachers(cohort, clock, made, reseed)
+
+
+def _verify_teachers(cohort: Cohort, clock: Clock, made: Parts, reseed: Callable[[], None]) -> None:
+    """Compare what teachers say of the images of the last `forward`, and which way they would have them moved."""
+    teachers, perturb, images = cohort.teachers, cohort.perturb, cohort.images
+    if teachers is None:
+        return
+    said, ways = [], []
+    for run in (run_plain, made.run_plain):
+        reseed()
+        with torch.no_grad():
+            tensors = teachers.tensors(clock.step)
+            said.append(float(torch.stack(teachers.logits(run, images, tensors, cohort.autocast)).norm()))
+        if perturb is not None and perturb.kind != "gaussian":
+            gradient, _ = perturb.slope(images, clock.step, 0, tensors, run, cohort.autocast)
+            ways.append(float(gradient.norm()))
+    _compare("the teachers to ones whose logits have", said)
+    if perturb is not None and ways:
+        _compare(f"what perturb '{perturb.kind}' asks of networks to something whose gradient has", ways)
+
+
+def _compare(what: str, norms: Sequence[float]) -> None:
+    plain, found = norms
+    if math.isfinite(plain) and not plain / NETWORKS <= found <= plain * NETWORKS:
+        raise RuntimeError(
+            f"torch {torch.__version__} compiles {what} a norm of {found:.2g} instead of {plain:.2g}; {INSTEAD}"
+        )
 
 
 def _of_term(
