@@ -80,17 +80,24 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     name = f"sharing-{data}-{network}"
     base = name.replace("-", "/", 1)
     recipes = [f"{base}-{method}" for method in ("dnn", "stage1", "shared", "shared-cluster", *more)]
-    variants = {
+    variants: dict[str, tuple[str, list[str]]] = {
         f"{data}-{network}-thrift{thrift}": (f"{base}-small", [f"peers.0.posterior.thrift={thrift}"])
         for thrift in ("0.001", "0.002", "0.006", "0.02")
     }
     small = [f"recipes/{one}.toml" for one in variants]
+    # The paper's scales are so small that they hardly say anything; these do.
+    for gain in ("0.05", "0.1"):
+        wide = f"{data}-{network}-gain{gain}"
+        variants[f"{wide}-stage1"] = f"{base}-stage1", [f"peers.0.posterior.gain={gain}"]
+        variants[f"{wide}-shared"] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
+    gains = [f"recipes/{one}.toml" for one in variants if "gain" in one]
     stage1, codebook, *_ = runs(recipes[1:])
     files = [codebook, *runs(small)]
     return {
         name: Table(
             {
                 name: ["train", *recipes, "--seeds", seeds],
+                f"{name}-gains": ["train", *gains, "--seeds", seeds],
                 f"{name}-small": ["train", *small],
                 f"{name}-size": ["size", *files, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, *files],

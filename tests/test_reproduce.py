@@ -54,7 +54,7 @@ def test_a_table_is_made_once_and_what_fails_is_said(script, tmp_path, monkeypat
     assert record["changed"] == ["stages.0.epochs=1"]
     assert str(tmp_path) not in json.dumps(record)
     assert script.main(["first", "--work", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "first: there already\nagain: there already\n"
     with pytest.raises(SystemExit, match="2"):
         script.main(["nothing", "--work", str(tmp_path)])
     assert "there is no table 'nothing'; expected some of first, second, third" in capsys.readouterr().err

@@ -628,6 +628,7 @@ def test_all_tensors_follow_the_network_to_its_device():
         (nn.ReLU(), "ReLU has no trainable parameters"),
         (nn.Linear(2, 2).requires_grad_(False), "Linear has no trainable parameters"),
         (Point(nn.Linear(2, 2)), "posterior.*start_from"),
+        (Point(nn.Linear(2, 2)).network, "Linear has no trainable parameters; if it is a posterior.s network"),
         (3, "expected a network .*, got int"),
     ],
 )

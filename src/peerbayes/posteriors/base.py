@@ -97,7 +97,10 @@ class Posterior(nn.Module):
         first_names = _first_names(self.network)
         chosen, others, self.aliases = _take_parameters(self.network, bayesian)
         if not chosen and not others:
-            raise InputError(f"{type(network).__name__} has no trainable parameters")
+            raise InputError(
+                f"{type(network).__name__} has no trainable parameters; if it is a posterior's network, the posterior "
+                "holds them: pass a network of its own, and the posterior as start_from"
+            )
         self.layout = Layout({name: tensor.shape for name, tensor in chosen.items()})
         self.rest_layout = Layout({name: tensor.shape for name, tensor in others.items()})
         if source is not None:
