@@ -162,8 +162,21 @@ def train_jobs(
     _check_all(left, loaded, device, settings)
     done = _train_sources(left, reporter, settings)
     left = [job for job in left if job.folder.resolve() not in done]
-    found: dict[int, TrainingError] = {}
-    waves, again = settings.waves(left, device), set[Path]()
+    failed = _train_in_waves(left, loaded, device, resume, reporter, settings)
+    found = {place: failed[job.folder] for place, job in enumerate(jobs) if job.folder in failed}
+    if errors is not None:
+        errors.update(found)
+    for error in found.values() if errors is None else ():
+        raise error
+    return [Run(job.folder) for job in jobs]
+
+
+def _train_in_waves(
+    jobs: Sequence[Job], loaded: Loaded, device: torch.device, resume: bool, reporter: Reporter, how: How
+) -> dict[Path, TrainingError]:
+    """Train jobs side by side, fewer where memory is too small; return why some could not go on, by folder."""
+    found: dict[Path, TrainingError] = {}
+    waves, begun = how.waves(jobs, device), set[Path]()
     while waves:
         wave, *waves = waves
         sessions = []
@@ -172,24 +185,20 @@ def train_jobs(
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
             taught = build_teachers(job, data, device)
             peers = build_peers(job, data, device)
-            goes_on = resume or job.folder in again
-            sessions.append(Session(job, peers, data, goes_on, voice, settings, len(wave), taught))
-        failed = {wave[place].folder: error for place, error in train_wave(sessions, settings.world).items()}
+            goes_on = resume or job.folder in begun
+            sessions.append(Session(job, peers, data, goes_on, voice, how, len(wave), taught))
+        found |= {wave[place].folder: error for place, error in train_wave(sessions, how.world).items()}
         del sessions, taught, peers
         gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own
-        short = [job for job in wave if len(wave) > 1 and isinstance(failed.get(job.folder), OutOfMemory)]
-        if short:
+        again = [job for job in wave if len(wave) > 1 and isinstance(found.get(job.folder), OutOfMemory)]
+        if again:
             size = len(wave) // 2
             reporter.warn(f"the memory of {device} is too small for {len(wave)} runs side by side: from now on {size}")
-            again |= {job.folder for job in short}
-            waves = in_parts([*short, *(job for later in waves for job in later)], size)
-        lost = [job for job in wave if job.folder in failed and job not in short]
-        found |= {jobs.index(job): failed[job.folder] for job in lost}
-    if errors is not None:
-        errors.update(found)
-    for error in found.values() if errors is None else ():
-        raise error
-    return [Run(job.folder) for job in jobs]
+            begun |= {job.folder for job in again}
+            for job in again:
+                del found[job.folder]
+            waves = in_parts([*again, *(job for later in waves for job in later)], size)
+    return found
 
 
 def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loaded | None = None, **how: Any) -> None:
