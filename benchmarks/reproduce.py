@@ -55,7 +55,7 @@ def distillation() -> dict[str, Table]:
     name = "distillation-cifar10-wrn28x1"
     base = name.replace("-", "/", 1)
     students = [f"{base}-{student}-de4" for student in ("kd", "latentbe", "latentbe-tdiv-sdiv")]
-    short = ("kd", "latentbe-tdiv-sdiv", "latentbe-conf-ods", "be", "ae-kd", "proxy-end2", "latentbe-bald")
+    short = ("kd", "latentbe", "latentbe-tdiv-sdiv", "latentbe-conf-ods", "be", "ae-kd", "proxy-end2", "latentbe-bald")
     variants = {f"{student}-60": (f"{base}-{student}-de4", ["stages.0.epochs=60"]) for student in short}
     teachers, members = f"{name}-de4", runs(students[1:])
     figures = {f"{name}-{kind}": ["figure", kind, *members] for kind in ("line", "diversity", "perturbations")}
@@ -91,16 +91,22 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
         variants[f"{wide}-stage1"] = f"{base}-stage1", [f"peers.0.posterior.gain={gain}"]
         variants[f"{wide}-shared"] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
     gains = [f"recipes/{one}.toml" for one in variants if "gain" in one]
-    stage1, codebook, *_ = runs(recipes[1:])
-    files = [codebook, *runs(small)]
+    # With so few components it shows what outliers and blending do for them.
+    ablation = {f"{data}-{network}-coarse-{kind}": f"{base}-{kind}" for kind in (("shared", *more) if more else ())}
+    variants |= {name: (full, ["peers.0.posterior.components=32"]) for name, full in ablation.items()}
+    coarse = {f"{name}-coarse": ["train", *(f"recipes/{one}.toml" for one in ablation), "--seeds", seeds]}
+    judged = runs(recipes[:4])
+    stage1, codebook = judged[1:3]
     return {
         name: Table(
             {
                 name: ["train", *recipes, "--seeds", seeds],
                 f"{name}-gains": ["train", *gains, "--seeds", seeds],
+                **(coarse if more else {}),
                 f"{name}-small": ["train", *small],
-                f"{name}-size": ["size", *files, "--evaluate"],
-                f"{name}-bytes": ["figure", "bytes", stage1, *files],
+                f"{name}-size": ["size", codebook, "--evaluate"],
+                f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small)],
+                f"{name}-outside": ["evaluate", *judged, "--ood", "cifar100" if data == "cifar10" else "cifar10"],
             },
             variants,
         )

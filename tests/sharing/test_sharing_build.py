@@ -122,10 +122,11 @@ def test_merging_sees_what_all_members_of_a_component_have_of_gradients(posterio
     assert torch.equal(book.label[label >= 0], where[label[label >= 0]])
 
 
-def test_thrift_counts_bits_by_layer_and_in_units_of_the_variance(posterior):
+def test_thrift_counts_bits_by_layer_and_in_units_of_a_layers_variance(posterior):
     points, part = parts_of(posterior)
     inside = points[:, 0].abs() <= 0.2
-    unit = np.var(points[inside].numpy(), axis=0).sum()
+    layers = [points[inside & (part == number)].numpy() for number in range(3)]
+    unit = scipy.stats.gmean([np.var(layer, axis=0).sum() for layer in layers], weights=[len(x) for x in layers])
     centres, labels = thrifty(points[inside], part[inside], 0.01 * unit)
     assert len(centres) > 5
     options = Sharing(thrift=0.01, smallest=0, blend=False, merge={"distance": 0})
@@ -134,6 +135,26 @@ def test_thrift_counts_bits_by_layer_and_in_units_of_the_variance(posterior):
     assert torch.equal(book.label[inside], labels)
     plain = thrifty(points[inside], torch.zeros_like(part[inside]), 0.01 * unit)[1]
     assert not torch.equal(plain, labels)
+
+
+def test_a_layer_of_large_weights_does_not_make_others_coarse():
+    """Nor does one whose weights are all the same make them fine."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(60, 50, bias=False), nn.Linear(50, 2, bias=False))
+    options, off, found = Sharing(thrift=0.01, outliers=False, blend=False), {}, {}
+    for head in ("usual", "large", "constant"):
+        with torch.no_grad():
+            network[1].weight.mul_(100) if head == "large" else None
+            network[1].weight.fill_(0.01) if head == "constant" else None
+        posterior = MeanField(network, gain=0.01, start_from=network)
+        book, _ = share(posterior, options, None)
+        first = posterior.layout.views(posterior.mean.detach())["0.weight"].flatten()
+        off[head] = float((book.component[book.label[:3000], 0] - first).square().mean() / first.var())
+        found[head] = len(book.label[:3000].unique())
+    # By the variance of all weights a large head would leave one component: all of the variance would be lost.
+    assert off["large"] < 1.5 * off["usual"] < 0.02
+    assert found["large"] > 0.75 * found["usual"] > 9
+    assert off["constant"] == pytest.approx(off["usual"], rel=0.2)
 
 
 def test_a_component_as_large_as_the_smallest_stays(posterior):

@@ -113,8 +113,8 @@ class Shared(Strict):
         outliers: whether there are any.
         blend: whether weights far from their component mix two.
         mixture: whether such a weight is drawn of one of the two, by its shares, and not of their blended parameters.
-        thrift: squared distance that a bit of the index may cost, in variances of all inliers, which also makes the
-            number of components; 0 counts no bits. See `peerbayes.sharing.thrifty`.
+        thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
+            over inliers), which also makes the number of components; 0 counts no bits. See `peerbayes.sharing.thrifty`.
         merge_every_epoch: whether components that have come near each other are merged at the end of every epoch, too.
         bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
     """

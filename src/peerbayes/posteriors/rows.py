@@ -34,7 +34,7 @@ def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
     """Return (n,) from each column (R,); one by one is far faster than rows of five."""
     if not (torch.is_grad_enabled() and rows.is_cuda):
         return [column.index_select(0, rows) for column in columns]
-    # Whose gradient adds up in a fixed order, on a GPU too.
+    # Whose gradient adds up in a fixed order, on a GPU too, unless a compiler has made something else of it.
     return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
 
 

@@ -20,7 +20,7 @@ from peerbayes.posteriors.shared import usually_shared
 from peerbayes.sharing.clustering import em, kmeans, most_probable
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
-from peerbayes.sharing.moments import components_of, summed
+from peerbayes.sharing.moments import RIDGE, components_of, summed
 from peerbayes.sharing.neighbours import nearest
 from peerbayes.sharing.outliers import blends, outliers
 from peerbayes.sharing.thrift import thrifty
@@ -100,9 +100,7 @@ def share(
     if options.thrift:
         sizes = torch.tensor(layout.sizes, device=mean.device)
         part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
-        # Weights that are all the same are one component, whatever a bit is worth.
-        unit = float(points[inside].var(0, correction=0).sum()) or 1.0
-        centres, labels = thrifty(points[inside], part, options.thrift * unit)
+        centres, labels = thrifty(points[inside], part, options.thrift * _typical_variance(points[inside], part))
         count = len(centres)
     else:
         centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
@@ -169,6 +167,21 @@ def share(
 
 def _components_for(inliers: int) -> int:
     return max(1, min(MOST, max(inliers // MEMBERS, FEWEST), inliers // LEAST))
+
+
+def _typical_variance(points: Tensor, part: Tensor) -> float:
+    """Return the geometric mean over points of the variance in their part.
+
+    What a network can bear depends on how its weights differ within a layer, as batch-norm takes out their common size.
+    The variance of all weights would be that of the largest ones: a head with weights of 0.3 would leave a handful of
+    components to convolutions with weights of 0.01.
+    """
+    found = components_of(points, part, int(part.max()) + 1)
+    variance = found.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
+    wide = variance > 0
+    if not bool(wide.any()):  # each part is one point, whatever a bit is worth
+        return float(points.var(0, correction=0).sum()) or 1.0
+    return float((found.count[wide] @ variance[wide].log() / found.count[wide].sum()).exp())
 
 
 def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:
