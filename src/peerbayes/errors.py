@@ -11,6 +11,12 @@ class InputError(ValueError):
     """Something the user gave is wrong. The command line prints the sentence and exits with code 2."""
 
 
+class UnknownPeer(InputError, KeyError):
+    """A run has no peer of that name; a `KeyError` too, as mappings raise."""
+
+    __str__ = Exception.__str__  # a KeyError's would put quotes around the sentence
+
+
 class OptionError(InputError):
     """An option is wrong; the sentence begins with its key, of which `within` makes a full one."""
 

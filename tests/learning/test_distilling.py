@@ -484,6 +484,23 @@ def distil(tmp_path, *given, recipe="distillation/kd", changes=(), **options):
     return pb.distill(given, small(), overrides=[*LITTLE, *changes], **options)
 
 
+def test_of_ones_own_data_nothing_is_held_out_unless_that_is_asked_for(tmp_path):
+    """The recipe holds out images of its own data, more than there are here."""
+    data = replace(made_data(), validation=None)
+    np.savez(tmp_path / "own.npz", train_images=data.train.images.numpy(), train_labels=data.train.labels.numpy())
+    for changes, held in (((), 0), (("data.validation=5",), 5)):
+        run = tmp_path / f"run{held}"
+        distil(tmp_path, known(1), known(2), data=tmp_path / "own.npz", run=run, changes=changes)
+        assert Run(run, {"student": small()}).recipe.data.validation == held
+
+
+def test_the_network_is_written_beside_the_run_as_by_the_command(tmp_path):
+    network = distil(tmp_path, known(1), known(2))
+    state = load_file(tmp_path / "run" / "network-student.safetensors")
+    assert state.keys() == network.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in network.state_dict().items())
+
+
 @pytest.mark.parametrize("classes", [5, 2, 1])
 @pytest.mark.parametrize("recipe", ["distillation/kd", "distillation/latentbe"])
 def test_teachers_with_other_classes_are_refused_in_python(tmp_path, recipe, classes):

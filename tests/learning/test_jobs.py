@@ -1,14 +1,19 @@
 """Fitting modules of one's own and training recipes from Python: what is given is used, or refused in a sentence."""
 
+import shutil
+import sys
+
 import numpy as np
 import pytest
 import torch
+from learners import Recorder
+from PIL import Image
 from torch import nn
 
 import peerbayes as pb
 from commands import save_npz, write_small
 from peerbayes.errors import InputError
-from peerbayes.learning import How, Job, train_jobs
+from peerbayes.learning import ConsoleReporter, How, Job, Reporter, train_jobs
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,39 @@ def test_overrides_reach_a_recipe_that_is_loaded_already(given, place):
     given["recipe"] = pb.load_recipe(place / "source.toml")
     run = pb.fit(**given | {"overrides": ["stages.0.epochs=2", "data.batch_size=30", "data.validation=0"]})
     assert [line["step"] for line in run.metrics] == [2, 4]  # 60 images
+
+
+def test_one_override_may_stand_by_itself(given):
+    run = pb.fit(**given | {"overrides": "data.validation=10"})
+    assert run.recipe.data.validation == 10
+
+
+def test_data_of_one_class_are_refused(given, place, tmp_path):
+    """All of them would be right at once: of a folder one level too high, say."""
+    arrays = dict(np.load(place / "small.npz"))
+    one = {name: np.zeros_like(array) if "labels" in name else array for name, array in arrays.items()}
+    np.savez(tmp_path / "one.npz", **one)
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "x.png")
+    for split in ("train", "test"):
+        (tmp_path / "photos" / split / "cats").mkdir(parents=True)
+        shutil.copy(tmp_path / "x.png", tmp_path / "photos" / split / "cats")
+    with pytest.raises(InputError, match=r"^one: has 1 class, expected two or more$"):
+        pb.fit(**given | {"data": tmp_path / "one.npz"})
+    with pytest.raises(InputError, match=r"^photos: has one class, 'cats', expected two or more$"):
+        pb.fit(**given | {"data": tmp_path / "photos"})
+    assert not given["run"].exists()
+
+
+def test_a_peer_alone_is_told_that_it_has_nobody_to_learn_from(given, place):
+    recipe = pb.load_recipe(place / "source.toml", ["stages.0.terms={likelihood={}, mutual={}, weight_diversity={}}"])
+    seen = Recorder()
+    pb.fit(**given | {"recipe": recipe, "reporter": seen})
+    told = [f"{name} is between peers, but 'a' is alone: it does nothing" for name in ("mutual", "weight_diversity")]
+    assert [line for line in seen.warnings if "between" in line] == told
+    seen = Recorder()
+    two = {"peers": {name: pb.MeanField(net()) for name in "ab"}, "run": given["run"].parent / "two"}
+    pb.fit(**given | two | {"recipe": recipe, "reporter": seen})
+    assert not [line for line in seen.warnings if "between" in line]
 
 
 def test_train_takes_a_name_or_a_file_with_overrides(place, tmp_path):
@@ -81,6 +119,14 @@ def test_train_refuses_unknown_options_by_its_own_name(place, tmp_path):
         How(pack=0)
 
 
+def test_python_shows_progress_on_a_terminal_and_is_silent_elsewhere(monkeypatch):
+    given = Reporter()
+    for terminal, kind in ((True, ConsoleReporter), (False, Reporter)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        assert type(How().voice(None)) is kind
+        assert How().voice(given) is given
+
+
 def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, place, tmp_path):
     arrays = np.load(place / "small.npz")
     pairs = {part: (arrays[f"{part}_images"], torch.from_numpy(arrays[f"{part}_labels"])) for part in ("train", "test")}
@@ -92,6 +138,10 @@ def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, pla
         runs.append(pb.fit(**given | {"peers": peers, "data": source, "run": tmp_path / name, "overrides": []}))
     assert runs[0].weights_file("a").read_bytes() == runs[1].weights_file("a").read_bytes()
     record = pb.evaluate(runs[1], data=data, device="cpu")
+    with pytest.raises(InputError, match=r"data is of type PosixPath, expected a Dataset \(data.load gives one"):
+        pb.evaluate(runs[1], data=place / "small.npz", device="cpu")
+    outside = pb.evaluate(runs[1], data=data, out_of_distribution=str(place / "small.npz"), device="cpu")
+    assert list(outside["peers"][0]["out_of_distribution"]) == [str(place / "small.npz")]
     p = runs[1]["a"].predict(torch.from_numpy(arrays["test_images"])[:, None], record["draws"], name="a")
     with pytest.raises(InputError, match=r"images have shape \(5, 8, 8\), expected \(N, 1, 8, 8\)"):
         runs[1]["a"].predict(torch.rand(5, 8, 8))

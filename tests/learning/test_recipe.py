@@ -280,7 +280,7 @@ def test_any_override_round_trips_through_toml(epochs, lr, text):
 BAD = {
     "stages.2.epochs=5": r"--set stages.2.epochs=5: there is no item '2' \(0 to 1, or \*\)$",
     "stages.-1.epochs=5": r"there is no item '-1'",
-    "peers.nobody.network=mlp": r"there is no item 'nobody'",
+    "peers.nobody.network=mlp": r"there is no item 'nobody' \(scratch, pretrained, or \*\)$",
     "title.text=5": r"--set title.text=5: 'text' is below a plain value$",
     "stages.0.epochs.x=5": r"'x' is below a plain value$",
     "stages.0.epochs": r"^--set stages.0.epochs: expected KEY=VALUE, such as stages.0.epochs=5$",

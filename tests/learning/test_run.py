@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from commands import QUIET, called, change, refused, write_small
-from peerbayes.learning import Run, environment, load_recipe, train
+from peerbayes.errors import InputError, UnknownPeer
+from peerbayes.learning import Run, environment, load, load_recipe, train
+from peerbayes.learning.run import runs_below
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")
 
@@ -175,6 +177,29 @@ def test_a_record_of_another_shape_is_one_sentence(runs, capsys, name, text, sen
 def test_a_record_is_no_run(runs, capsys, words):
     found = refused(capsys, *words, runs / "1" / "evaluation.json")
     assert "run folder" in found
+
+
+def test_only_a_number_makes_a_folder_that_of_a_seed(runs):
+    for name in ("seed0", "seed1", "seed0-shared", "seedling"):
+        shutil.copytree(runs / "1", runs / "several" / name)
+    assert [path.name for path in runs_below(runs / "several")] == ["seed0", "seed1"]
+
+
+def test_a_run_is_shown_with_what_it_holds_and_knows_its_peers(runs):
+    run = Run(runs / "1")
+    assert repr(run) == f"Run('{runs / '1'}': {run.recipe.name}, seed 0, peers {', '.join(run)})"
+    with pytest.raises(
+        UnknownPeer, match=rf"^{runs / '1'}: there is no peer 'nobody'; known: {', '.join(sorted(run))}$"
+    ):
+        run["nobody"]
+    assert "nobody" not in run
+    assert run.get("nobody") is None
+    first = next(iter(run))
+    network = run[first].materialise()
+    with pytest.raises(InputError, match=f"networks has none for peer '{first}', but for other"):
+        load(runs / "1", networks={"other": network})[first]
+    with pytest.raises(InputError, match=r"networks is of type .*, expected networks by peer"):
+        load(runs / "1", networks=network)
 
 
 def test_a_folder_of_runs_is_refused_where_one_run_is_wanted_and_they_are_named(runs, tmp_path, capsys):

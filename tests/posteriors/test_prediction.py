@@ -249,6 +249,9 @@ def test_replay_gives_the_weights_of_a_draw_again():
     ("count", "options", "message"),
     [
         (3, {"draws": 0}, "draws is 0"),
+        (3, {"draws": 2.5}, "draws is 2.5, expected a whole number of at least 1"),
+        (3, {"draws": "a"}, "draws is 'a', expected a whole number"),
+        (3, {"batch_size": 1.5}, "batch_size is 1.5, expected a whole number"),
         (0, {}, "no images"),
         (3, {"settle": 0.0}, "settle is 0.0"),
         (3, {"settle": 1.0}, "settle is 1.0"),
@@ -261,7 +264,20 @@ def test_impossible_requests_are_one_clear_error(count, options, message):
         posterior().predict(images(count), **options)
 
 
+@pytest.mark.parametrize("draw", ["a", 1.5, 4, -1])
+def test_draws_that_were_not_made_can_not_be_replayed(draw):
+    with pytest.raises(InputError, match=f"there is no draw {draw}: .* draws 0 to 3"):
+        posterior().predict(images(), draws=4).replay(draw)
+
+
 # ---- images that are none -------------------------------------------------------------------------------------------
+
+
+def test_images_with_holes_are_refused():
+    found = images()
+    found[1, 0, 2] = math.nan
+    with pytest.raises(InputError, match=r"images hold values that are not a number \(NaN\), expected uint8"):
+        posterior().predict(found, draws=1)
 
 
 @pytest.mark.parametrize("known", [False, True])

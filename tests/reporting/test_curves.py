@@ -11,13 +11,15 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from PIL import Image
 
+from commands import called
 from peerbayes import cli, reporting
 from peerbayes.data import load as load_data
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.evaluation import loss_along, sharpness
 from peerbayes.learning import Run, load_recipe
 from peerbayes.learning.recipe import Recipe
 from peerbayes.noise import Address, permutation
+from peerbayes.posteriors import storage
 from peerbayes.reporting import alphas, curves, graph
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.terms.mutual import lessons
@@ -270,6 +272,34 @@ def test_bad_runs_are_a_sentence(tmp_path, name, make, words):
         reporting.write_figure(name, [tmp_path], tmp_path / "out.png")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out.png").exists()
+
+
+def test_in_a_folder_what_can_not_be_looked_at_is_left_out_and_said(tmp_path, capsys):
+    runs = [write_run(tmp_path / f"a{alpha}", alpha, 0, [look(0.5, 0.8 + alpha / 100)]) for alpha in (1, 2)]
+    write_run(tmp_path / "half", 3.0, finished=False)
+    with pytest.warns(PeerbayesWarning, match=r"half: the run is not finished; .*; it is left out$"):
+        _, found = reporting.write_figure("curves", [tmp_path], tmp_path / "out.png")
+    assert found == reporting.write_figure("curves", runs, tmp_path / "other.png")[1]
+    with pytest.raises(InputError, match="half: the run is not finished"):
+        reporting.write_figure("curves", [*runs, tmp_path / "half"], tmp_path / "none.png")
+    called("figure", "curves", tmp_path, "--out", tmp_path / "again.png")
+    said = capsys.readouterr().err
+    assert said.startswith(f"peerbayes: {tmp_path / 'half'}: the run is not finished; ")
+    assert "Warning" not in said
+
+
+def test_what_runs_of_a_folder_started_from_is_none_of_its_alphas(tmp_path):
+    """`train` puts it there; named by itself, it counts."""
+    source = write_run(tmp_path / "source", None, 0, [look(1, 0.5)] * 3, peers=["a"])
+    runs = [write_run(tmp_path / f"a{alpha}", alpha, 0, [look(0.5, 0.8)] * 2) for alpha in (1, 2)]
+    storage.write(source / "weights-a.safetensors", {}, {})
+    for run in runs:
+        recipe = run / "recipe.toml"
+        recipe.write_text(load_recipe(recipe, [f"peers.0.start_from='{source}'"]).to_toml())
+    _, found = reporting.write_figure("curves", [tmp_path], tmp_path / "out.png")
+    assert found == reporting.write_figure("curves", runs, tmp_path / "other.png")[1]
+    with pytest.raises(InputError, match=r"differ in stages\.0\.epochs"):
+        reporting.write_figure("curves", [source, *runs], tmp_path / "none.png")
 
 
 def verb(capsys, *arguments):

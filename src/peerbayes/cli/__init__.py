@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +14,7 @@ from peerbayes import __version__
 from peerbayes.cli.learn import compress, distill, sweep, train
 from peerbayes.cli.look import evaluate, figure, recipes, size
 from peerbayes.cli.try_out import bench, demo
-from peerbayes.errors import InputError, TrainingError
+from peerbayes.errors import InputError, PeerbayesWarning, TrainingError
 
 __all__ = ["app", "main"]
 
@@ -44,10 +47,28 @@ for _verb in (demo, recipes, train, distill, compress, evaluate, size, sweep, fi
     app.command()(_verb)
 
 
+@contextlib.contextmanager
+def _spoken_warnings() -> Iterator[None]:
+    """What a person should know is one sentence here, without the line of code that it came from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PeerbayesWarning)
+        before = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, PeerbayesWarning):
+                print(f"peerbayes: {message}", file=sys.stderr)
+            else:
+                before(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
-        code = app(arguments, standalone_mode=False) or 0
+        with _spoken_warnings():
+            code = app(arguments, standalone_mode=False) or 0
         if code == 130:  # typer's word for an interrupt
             raise KeyboardInterrupt
         sys.exit(code)

@@ -44,5 +44,5 @@ def read_newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[s
             continue
         return tensors, about, complaints
     if files:
-        raise InputError(f"no checkpoint can be read: {'; '.join(complaints)}")
+        raise InputError(f"no checkpoint can be read: {'; '.join(complaints)}; delete the run folder to start anew")
     return None

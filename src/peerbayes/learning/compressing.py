@@ -14,7 +14,7 @@ from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.jobs import check_jobs, fit, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.recipe import Recipe, change, load_recipe
+from peerbayes.learning.recipe import Recipe, change, listed, load_recipe
 from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.settings import MeanField as MeanFieldOptions
@@ -34,7 +34,7 @@ def compress(
     into: str | Path = RECIPE,
     first: str | Path = FIRST,
     seed: int = 0,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     resume: bool = False,
     reporter: Reporter | None = None,
     **how: Any,
@@ -52,13 +52,13 @@ def compress(
         seed: seed of everything random.
         overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
-        reporter: is told what happens; silent by default.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, compress)
     require_seed(seed)
     _check_given(source)
-    changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *overrides]
+    changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
     own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
     if own is not None:
         if isinstance(source, Run):

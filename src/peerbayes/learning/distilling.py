@@ -28,7 +28,7 @@ def distill(
     data: str | Path | Dataset | None = None,
     run: str | Path | None = None,
     recipe: str | Path | Recipe = RECIPE,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     **how: Any,
 ) -> nn.Module:
     """Train a network to predict what an ensemble does, and return it as a plain module, in evaluation mode.
@@ -56,6 +56,8 @@ def distill(
         # Teachers of texts know words by the numbers of their own vocabulary.
         data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
     else:
+        if chosen.name in packaged():  # which hold out a part of their own data, not of these
+            chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
         chosen = load_recipe(chosen, overrides)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
@@ -75,6 +77,7 @@ def distill(
     own = student.device
     device = own if own.type != "cpu" else found[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
+    save_networks(trained)
     # In training mode its first prediction would use, and change, batch-norm's statistics.
     return trained["student"].materialise().eval()
 

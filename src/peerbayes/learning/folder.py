@@ -38,7 +38,8 @@ def refuse_occupied(job: Job, resume: bool) -> None:
             raise InputError(f"{folder}: the folder is not empty and holds no run; choose another one")
         return
     if not resume:
-        raise InputError(f"{folder}: already holds a run; add --resume to go on with it, or choose another folder")
+        how = "add --resume (resume=True in Python) to go on with it, or choose another folder"
+        raise InputError(f"{folder}: already holds a run; {how}")
     before = Run(folder)
     if before.seed != job.seed:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")

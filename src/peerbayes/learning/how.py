@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from peerbayes.data import Placement
 from peerbayes.errors import InputError, nearest
 from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import ENGINES, STREAMS, TEACHERS, Name, pick
-from peerbayes.learning.progress import Reporter
+from peerbayes.learning.progress import ConsoleReporter, Reporter
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.sources import Job
 
@@ -65,8 +66,10 @@ class How:
         return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
 
     def voice(self, reporter: Reporter | None) -> Reporter:
-        """Return who speaks for this process; silent by default, and in all but the first, which says the same."""
-        return (reporter or Reporter()) if self.world.is_first else _Mute()
+        """Return who speaks for this process: nobody in all but the first, which says the same."""
+        if not self.world.is_first:
+            return _Mute()
+        return reporter or (ConsoleReporter() if sys.stderr.isatty() else Reporter())
 
     def learner_options(self, device: torch.device) -> dict[str, Any]:
         """Return the options of a learner."""

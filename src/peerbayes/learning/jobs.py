@@ -41,7 +41,7 @@ def fit(
     run: str | Path,
     teachers: Sequence[Posterior] = (),
     seed: int = 0,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     resume: bool = False,
     reporter: Reporter | None = None,
     **how: Any,
@@ -58,7 +58,7 @@ def fit(
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
-        reporter: is told what happens; silent by default.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, fit)
@@ -110,7 +110,7 @@ def train(
     run: str | Path,
     *,
     seed: int = 0,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     resume: bool = False,
     reporter: Reporter | None = None,
     **how: Any,
@@ -123,7 +123,7 @@ def train(
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
-        reporter: is told what happens; silent by default.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, train)
@@ -144,7 +144,7 @@ def train_jobs(
     Args:
         jobs: with a folder each.
         resume: go on with interrupted runs.
-        reporter: is told what happens; silent by default.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
         how: see `How`.

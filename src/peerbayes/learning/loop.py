@@ -32,6 +32,8 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
 from peerbayes.sharing import merge_trained
 
+BETWEEN = ("mutual", "weight_diversity", "feature_diversity")  # terms that a peer alone has nothing of
+
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
 
@@ -74,6 +76,8 @@ class Learner:
         synchronise: bool = False,
         teachers: Teachers | None = None,
     ) -> None:
+        if data.classes < 2:
+            raise InputError(f"{data.name}: {_one_class(data)}, expected two or more")
         self.recipe = recipe
         self.peers = dict(peers)
         self.data = data
@@ -141,6 +145,9 @@ class Learner:
         self.reporter.stage(
             number + 1, len(self.recipe.stages), stage.epochs, position.stage_step // self.steps_per_epoch
         )
+        for name in BETWEEN if len(self.peers) == 1 else ():
+            if name in stage.terms:
+                self.reporter.warn(f"{name} is between peers, but '{next(iter(self.peers))}' is alone: it does nothing")
         started = time.monotonic() - position.seconds
         if position.stage_step < total:
             self._begin_engine()
@@ -332,3 +339,8 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
         error = error.__context__
     return error
+
+
+def _one_class(data: Dataset) -> str:
+    names = data.class_names or ()
+    return f"has one class, '{names[0]}'" if len(names) == 1 else f"has {data.classes} class"

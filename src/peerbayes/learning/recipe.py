@@ -114,7 +114,7 @@ def packaged() -> Mapping[str, Path]:
     return MappingProxyType({path.relative_to(root).with_suffix("").as_posix(): path for path in found})
 
 
-def load_recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:
     """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it."""
     if isinstance(recipe, Recipe):
         if not overrides:
@@ -123,10 +123,15 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
     else:
         path, origin, name = _find(recipe)
         table = _read(path, origin)
-    for override in overrides:
+    for override in listed(overrides):
         change(table, override, origin)
     table.setdefault("name", name)
     return Recipe.parse(table, origin)
+
+
+def listed(overrides: str | Sequence[str]) -> Sequence[str]:
+    """Return overrides as a list; a text is one of them, not one a letter."""
+    return [overrides] if isinstance(overrides, str) else overrides
 
 
 def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -214,4 +219,6 @@ def _index(node: list[Any], head: str, origin: str) -> int:
     by_name = [i for i, item in enumerate(node) if isinstance(item, dict) and item.get("name") == head]
     if by_name:
         return by_name[0]
-    raise InputError(f"{origin}: there is no item '{head}' (0 to {len(node) - 1}, or *)")
+    names = [item["name"] for item in node if isinstance(item, dict) and "name" in item]
+    others = ", ".join([*names, "" if names else f"0 to {len(node) - 1}"]).strip(", ")
+    raise InputError(f"{origin}: there is no item '{head}' ({others}, or *)")

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import model_validator
@@ -27,7 +27,7 @@ import peerbayes
 from peerbayes import data as data_room
 from peerbayes import networks
 from peerbayes.data import Dataset, TextOptions, Vocabulary
-from peerbayes.errors import InputError, reason
+from peerbayes.errors import InputError, UnknownPeer, nearest, reason
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.posteriors import Posterior, storage
@@ -97,6 +97,9 @@ class Run(Mapping[str, Posterior]):
         self.recipe = load_recipe(self.folder / "recipe.toml")
         self.about: dict[str, Any] = read_json(self.folder / "run.json")
         _About.parse(self.about, str(self.folder / "run.json"))
+        if not isinstance(given := cast(Any, networks_by_peer), Mapping | None):
+            kind = type(given).__name__
+            raise InputError(f"networks is of type {kind}, expected networks by peer: {{'{next(iter(self))}': ...}}")
         self._networks = networks_by_peer
         self._loaded: dict[str, Posterior] = {}
 
@@ -148,7 +151,7 @@ class Run(Mapping[str, Posterior]):
     def __getitem__(self, peer: str) -> Posterior:
         if peer not in self._loaded:
             if peer not in list(self):
-                raise KeyError(peer)
+                raise UnknownPeer(f"{self.folder}: there is no peer '{peer}'{nearest(str(peer), list(self))}")
             if not self.finished:
                 raise InputError(f"{self.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
             posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
@@ -158,6 +161,9 @@ class Run(Mapping[str, Posterior]):
 
     def _network(self, peer: str) -> nn.Module:
         if self._networks is not None:
+            if peer not in self._networks:
+                given = ", ".join(map(str, self._networks)) or "nobody"
+                raise InputError(f"{self.folder}: networks has none for peer '{peer}', but for {given}")
             return self._networks[peer]
         name = next(p.network for p in self.recipe.peers if p.name == peer)
         if name == CUSTOM:
@@ -166,6 +172,10 @@ class Run(Mapping[str, Posterior]):
                 f"peerbayes.load(folder, networks={{'{peer}': ...}})"
             )
         return networks.build(name, networks.Inputs(**_tuples(self.said("inputs"))))
+
+    def __repr__(self) -> str:
+        state = "" if self.finished else ", not finished"
+        return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{state})"
 
     def __iter__(self) -> Iterator[str]:
         return (peer.name for peer in self.recipe.peers)
@@ -189,8 +199,9 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
 def runs_below(folder: Path) -> list[Path]:
     """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
     # What the seeds of a run started from lies beside them, and was not asked for.
-    found = list(folder.glob("seed[0-9]*/recipe.toml")) or folder.glob("*/recipe.toml")
-    return sorted((path.parent for path in found), key=lambda run: (_by_number(run.name), run.name))
+    found = [path.parent for path in folder.glob("*/recipe.toml")]
+    seeds = [path for path in found if re.fullmatch(r"seed\d+", path.name)]
+    return sorted(seeds or found, key=lambda run: (_by_number(run.name), run.name))
 
 
 def _why(folder: Path) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class Prediction:
 
     def replay(self, draw: int) -> Weights:
         """Return the weights of one of the draws, again, exactly."""
-        if not 0 <= draw < int(self.draws.max()):
+        if not (isinstance(draw, SupportsIndex) and 0 <= operator.index(draw) < int(self.draws.max())):
             raise InputError(
                 f"there is no draw {draw}: the prediction was made of draws 0 to {int(self.draws.max()) - 1}"
             )
@@ -147,10 +148,9 @@ def predict(
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
         precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
     """
-    if draws < 1:
-        raise InputError(f"draws is {draws}, expected at least 1")
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected at least 1")
+    for option, number in (("draws", draws), ("batch_size", batch_size)):
+        if number is not None and not (isinstance(number, SupportsIndex) and operator.index(number) >= 1):
+            raise InputError(f"{option} is {number!r}, expected a whole number of at least 1")
     _check_images(posterior, images)
     if settle is not None and not 0 < settle < 1:
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
@@ -199,6 +199,8 @@ def _check_images(posterior: Posterior, images: Any) -> None:
         raise InputError("there are no images to predict")
     if images.dim() == 4 and images.is_floating_point() and images.device.type == "cpu":  # a GPU would have to wait
         low, high = (float(end) for end in images.aminmax())
+        if math.isnan(low):
+            raise InputError("images hold values that are not a number (NaN), expected uint8 or [0, 1]")
         if low < 0 or high > 1:
             warnings.warn(
                 f"images have values from {low:.4g} to {high:.4g}, expected uint8 or [0, 1], as in training",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.evaluation import summarise
 from peerbayes.learning import Run
 from peerbayes.learning.run import read_json
+from peerbayes.learning.settings import CUSTOM
+from peerbayes.learning.sources import Job, source_of
 from peerbayes.reporting.records import Record, find_runs
 from peerbayes.schema import Table
 
@@ -59,7 +62,7 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
     Runs of one network and data set may differ in the seed and in the ``varied`` options of the mutual term alone; one
     without a mutual term counts as alpha 0, and may have other peers.
     """
-    runs = open_runs(folders)
+    runs = open_runs(folders, sources=False)
     first: dict[tuple[str, str], Run] = {}
     for run in sorted(runs, key=_has_mutual, reverse=True):
         _check_same(run, first.setdefault(experiment_of(run), run), varied)
@@ -78,13 +81,47 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
     return sorted(groups.values(), key=_rank)
 
 
-def open_runs(folders: Iterable[str | Path], finished: bool = True) -> list[Run]:
-    """Open the runs in some folders, each once; ``finished``: whether all have to be."""
-    runs = [Run(path) for path in dict.fromkeys(path for folder in folders for path in find_runs(folder))]
-    for run in runs:
-        if finished and not run.finished:
-            raise InputError(f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
-    return runs
+def open_runs(
+    folders: Iterable[str | Path], *, finished: bool = True, sources: bool = True, own: bool = True
+) -> list[Run]:
+    """Open the runs in some folders, each once.
+
+    Of a folder of runs, those that can't be looked at are left out with a warning, as long as others are left; a run
+    that is named itself has to be finished.
+
+    Args:
+        folders: run folders, or folders of runs.
+        finished: whether runs have to be.
+        sources: whether what other runs of a folder have started from counts, too.
+        own: whether runs with networks of one's own do, which can't be built.
+    """
+    runs: dict[Path, Run] = {}
+    for folder in map(Path, folders):
+        found = [Run(path) for path in find_runs(folder)]
+        whys = {run.folder: _why_not(run, finished, own) for run in found}
+        useful = [run for run in found if not whys[run.folder]]
+        if not useful:
+            raise InputError(next(iter(whys.values())))
+        for why in filter(None, whys.values()):
+            warnings.warn(f"{why}; it is left out", PeerbayesWarning, stacklevel=3)
+        if not sources and folder not in whys:
+            begun = {path for run in useful for path in _started_from(run)}
+            useful = [run for run in useful if run.folder.resolve() not in begun or _has_mutual(run)]
+        runs |= {run.folder: run for run in useful}
+    return list(runs.values())
+
+
+def _why_not(run: Run, finished: bool, own: bool) -> str:
+    """Return why a run can't be looked at; nothing if it can."""
+    if finished and not run.finished:
+        return f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it"
+    named = [peer.name for peer in run.recipe.peers if peer.network == CUSTOM]
+    return "" if own or not named else f"{run.folder}: peer '{named[0]}' has a network of your own"
+
+
+def _started_from(run: Run) -> set[Path]:
+    sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
+    return {(source.folder if isinstance(source, Job) else source.parent).resolve() for source in sources if source}
 
 
 def by_setting(runs: Iterable[Run]) -> list[dict[int, Run]]:

@@ -29,7 +29,7 @@ def evaluate(
     *,
     draws: int | None = None,
     settle: float | None = None,
-    out_of_distribution: Iterable[str] | None = None,
+    out_of_distribution: str | Iterable[str] | None = None,
     corrupted: str | Path | None = None,
     averaged: bool = False,
     data: Dataset | None = None,
@@ -53,6 +53,10 @@ def evaluate(
     run = run if isinstance(run, Run) else Run(run)
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws
+    if isinstance(out_of_distribution, str):
+        out_of_distribution = [out_of_distribution]
+    if data is not None and not isinstance(data, Dataset):
+        raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
     if corrupted is not None:
