@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import shutil
 import statistics
@@ -9,6 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from matplotlib.collections import QuadMesh
 from PIL import Image
 
 from peerbayes import cli, networks, reporting
@@ -123,6 +125,53 @@ def test_a_histogram_of_one_number_has_it_in_its_middle(value):
     np.testing.assert_allclose(edges, np.linspace(value - margin, value + margin, 11), atol=1e-15)
 
 
+def almost_one_scale():
+    """A layer whose scales differ by rounding alone, with other means."""
+    field = MeanField(torch.nn.Linear(40, 8, bias=False))
+    with torch.no_grad():
+        field.rho.copy_(torch.linspace(-5.57601, -5.57599, 320))
+    assert 0 < np.ptp(field.std.detach().numpy()) < 2e-7
+    one = {"label": "x", "kind": "mean_field", "weights": 320, **weights._of_weights(field, slice(0, 320))}
+    return one, field.mean.detach().numpy(), field.std.mean().item()
+
+
+def test_scales_that_are_almost_one_are_in_one_bin_on_an_axis_that_says_their_size():
+    one, _, scale = almost_one_scale()
+    edges, count = np.array(one["scale_edges"]), np.sum(one["count"], 0)
+    (full,) = np.nonzero(count)[0]
+    assert count[full] == 320
+    assert edges[full] < scale < edges[full + 1]
+    assert (edges[0], edges[-1]) == pytest.approx((0.9 * scale, 1.1 * scale), rel=1e-3)
+    figure = weights.draw_posterior({"layer": None, "series": [one]})
+    figure.draw_without_rendering()
+    plane, scales, *_ = figure.axes
+    assert [axis.get_offset_text().get_text() for axis in (plane.yaxis, scales.xaxis)] == ["", ""]
+    boxes = [label.get_window_extent() for label in scales.get_xticklabels()]
+    assert len(boxes) > 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("others", [[0.001, 0.003], [0.0001, 0.09]], ids=["linear", "logarithmic"])
+def test_weights_of_almost_one_scale_are_seen_beside_a_posterior_of_many(others):
+    one, mean, scale = almost_one_scale()
+    nothing = {"mean": [], "scale": []}
+    shared = {
+        "label": "y", "kind": "shared", "weights": 2, "components": nothing | {"cholesky": [], "members": []},
+        "blended": nothing | {"count": 0}, "outliers": {"mean": [0.3, 0.5], "scale": others, "count": 2},
+        "mean_edges": [0.3, 0.4, 0.5], "means": {"single": [0, 0], "blended": [0, 0], "outliers": [1, 1]},
+    }  # fmt: skip
+    figure = weights.draw_posterior({"layer": None, "series": [one, shared]})
+    figure.draw_without_rendering()
+    plane = figure.axes[0]
+    (mesh,) = (drawn for drawn in plane.collections if isinstance(drawn, QuadMesh))
+    counts, corners = mesh.get_array().filled(0), mesh.get_coordinates()
+    (row,) = np.nonzero(counts.sum(1))[0]
+    assert corners[row, 0, 1] < scale < corners[row + 1, 0, 1]
+    assert np.array_equal(counts[row], np.histogram(mean.astype(float), corners[0, :, 0])[0])
+    low, high = (plane.transData.transform((0, corners[place, 0, 1]))[1] for place in (row, row + 1))
+    assert high - low > 3  # pixels
+
+
 @pytest.mark.parametrize("layer", [None, "hidden.1.0.weight"])
 def test_a_shared_posterior_is_its_components_blends_and_outliers(runs, layer, monkeypatch):
     monkeypatch.setattr(weights, "MARKS", 25)
@@ -203,7 +252,9 @@ def test_a_layer_of_outliers_alone_is_drawn():
         "blended": nothing | {"count": 0}, "outliers": {"mean": [0.3, 0.5], "scale": [0.1, 0.1], "count": 2},
         "mean_edges": [0.3, 0.4, 0.5], "means": {"single": [0, 0], "blended": [0, 0], "outliers": [1, 1]},
     }  # fmt: skip
-    assert drawn(weights.draw_posterior({"layer": "fc.weight", "series": [one]})) > 20
+    figure = weights.draw_posterior({"layer": "fc.weight", "series": [one]})
+    assert texts(figure.axes[0])[0] == "components: 0, with 0 weights of their own (by area)"
+    assert drawn(figure) > 20
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------

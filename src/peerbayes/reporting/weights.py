@@ -22,12 +22,14 @@ from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.groups import experiment_of, open_runs
 from peerbayes.reporting.records import Record
 
+Floats = NDArray[np.float64]
 BINS, LEVELS = 150, 75  # of means, and of scales
 PART = 1 << 20  # weights that are counted at a time
 MARKS = 1000  # blended weights, and outliers, that are drawn one by one, at most
 NEAR = 15  # components of the close-up
 TAIL = 0.01  # of the means beyond the lines on either side
 WIDE = 20  # times the smallest scale, from which on scales are drawn by their logarithm
+NARROW = 1e-3  # of the largest number, below which numbers count as one: bins of less would show how floats are rounded
 CLASSES = {  # by name: colour, marker, and what a legend says
     "single": (COLOURS[0], "o", "of one component"),
     "blended": (COLOURS[3], "^", "blended of two"),
@@ -135,12 +137,19 @@ def _is_wide(scale: Tensor) -> bool:
 
 
 def _edges(values: Tensor, bins: int, by_logarithm: bool) -> Tensor:
-    low, high = (end.double().item() for end in values.aminmax())
-    if low == high:
-        low, high = low - max(1e-6, abs(low) / 10), high + max(1e-6, abs(high) / 10)
+    low, high = _apart(*(end.double().item() for end in values.aminmax()))
     if by_logarithm:
         return torch.logspace(math.log10(low), math.log10(high), bins + 1, dtype=torch.float64)
     return torch.linspace(low, high, bins + 1, dtype=torch.float64)
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of an axis for numbers between two, which it has in its middle where they are almost one."""
+    largest = max(abs(low), abs(high))
+    if high - low > NARROW * largest:
+        return low, high
+    margin = largest / 10 or 1e-6
+    return low - margin, high + margin
 
 
 # ---- drawn ----------------------------------------------------------------------------------------------------------
@@ -155,6 +164,9 @@ def draw_posterior(found: Record) -> Figure:
     limits = _limits(found["series"])
     for (plane, middle, means), one in zip(rows, found["series"], strict=True):
         plane.set_title(one["label"] + (f"\n{found['layer']}" if found["layer"] else ""), fontsize=9)
+        if limits[1][0] > 0 and limits[1][1] > WIDE * limits[1][0]:
+            plane.set_yscale("log")
+        plane.set(xlabel="mean μ of a weight", ylabel="scale σ of a weight", xlim=limits[0], ylim=limits[1])
         if one["kind"] == "shared":
             _draw_components(plane, one)
             _draw_close_up(middle, one)
@@ -162,9 +174,6 @@ def draw_posterior(found: Record) -> Figure:
             _draw_weights(figure, plane, one)
             _draw_scales(middle, one)
         _draw_means(means, one)
-        plane.set(xlabel="mean μ of a weight", ylabel="scale σ of a weight", xlim=limits[0], ylim=limits[1])
-        if limits[1][0] > 0 and limits[1][1] > WIDE * limits[1][0]:
-            plane.set_yscale("log")
         means.set_xlim(limits[0])
     return figure
 
@@ -181,16 +190,15 @@ def _limits(series: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def _around(low: float, high: float) -> tuple[float, float]:
-    margin = 0.04 * (high - low) or 0.1 * abs(high) or 1e-6
+    low, high = _apart(low, high)
+    margin = 0.04 * (high - low)
     return low - margin, high + margin
 
 
 def _draw_weights(figure: Figure, axes: Any, one: Record) -> None:
-    count = np.array(one["count"], dtype=float).T
+    edges, count = _levels(axes, np.array(one["scale_edges"]), np.array(one["count"], dtype=float).T)
     count[count == 0] = np.nan
-    drawn = axes.pcolormesh(
-        one["mean_edges"], one["scale_edges"], count, cmap="cividis", norm=LogNorm(1, max(2, np.nanmax(count)))
-    )
+    drawn = axes.pcolormesh(one["mean_edges"], edges, count, cmap="cividis", norm=LogNorm(1, max(2, np.nanmax(count))))
     figure.colorbar(drawn, ax=axes, label=f"weights in a cell, of {one['weights']:,}")
     for number, tail in enumerate(one["tails"]):
         axes.axvline(
@@ -203,8 +211,24 @@ def _draw_weights(figure: Figure, axes: Any, one: Record) -> None:
     _legend(axes)
 
 
+def _levels(axes: Any, edges: Floats, count: Floats) -> tuple[Floats, Floats]:
+    """Return levels that can be seen, and their counts (scales, means).
+
+    Those of a posterior with a small part of the axis, which it shares with others, would be thinner than a pixel: they
+    are counted in levels of the axis instead.
+    """
+    space, along = (np.geomspace, np.log) if axes.get_yscale() == "log" else (np.linspace, np.asarray)
+    low, high = axes.get_ylim()
+    if 2 * np.ptp(along(edges[[0, -1]])) > np.ptp(along([low, high])):
+        return edges, count
+    wide = space(low, high, LEVELS + 1)
+    found = np.zeros((LEVELS, count.shape[1]))
+    np.add.at(found, np.searchsorted(wide, (edges[:-1] + edges[1:]) / 2) - 1, count)
+    return wide, found
+
+
 def _draw_components(axes: Any, one: Record) -> None:
-    parts, members = one["components"], np.array(one["components"]["members"])
+    parts, members = one["components"], np.array(one["components"]["members"], dtype=int)
     area = 2 + 250 / math.sqrt(max(1, len(members))) * members / members.max(initial=1)
     label = f"components: {len(members):,}, with {members.sum():,} weights of their own (by area)"
     axes.scatter(parts["mean"], parts["scale"], area, color=COLOURS[0], alpha=0.7, lw=0, label=label, zorder=4)
@@ -257,6 +281,8 @@ def _draw_scales(axes: Any, one: Record) -> None:
     axes.set_yscale("log")
     if edges[0] > 0 and edges[-1] > WIDE * edges[0]:
         axes.set_xscale("log")
+    else:
+        axes.locator_params(axis="x", nbins=4)  # scales have many zeros in front, so their labels are long
     axes.set_title("scales", fontsize=9)
     axes.set(xlabel="scale σ", ylabel="weights in a bin")
 
