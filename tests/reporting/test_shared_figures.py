@@ -334,6 +334,36 @@ def test_codebooks_of_any_thrift_are_one_line_and_plain_ones_another(tmp_path):
     assert lines_of(tmp_path) == {"thrifty True": [307, 107, 7], "thrifty False": [207]}
 
 
+@pytest.mark.parametrize("factor", [1, 1.001, 1.3, 1.9, 2.4, 5, 20, 60, 400, 40_000])
+def test_sizes_on_the_axis_are_true_and_stand_apart(factor):
+    points = [
+        {"components": 9, **{key: {"mean": value, "standard_error": None} for key in ("accuracy", "nll", "ece")},
+         "bytes": {"mean": 12_900 * value, "standard_error": None}}
+        for value in (1, factor)
+    ]  # fmt: skip
+    one = {"network": "mlp", "dataset": "digits", "lines": [{"label": "x", "points": points}], "references": []}
+    figure = against_bytes.draw_size({"experiments": [one]})
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    assert low < 12_900 <= 12_900 * factor < high
+    labels = dict(zip(axes.get_xticks(), axes.get_xticklabels(), strict=True))
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    for place, label in labels.items():
+        number, unit = label.get_text().split()
+        assert low <= place <= high
+        assert float(number) * units[unit] == pytest.approx(place)
+    boxes = [label.get_window_extent() for label in labels.values()]
+    assert all(left.x1 + 3 < right.x0 for left, right in itertools.pairwise(boxes)), list(labels)
+
+
+def test_any_axis_of_sizes_has_two_labels_or_more_with_a_sixth_of_it_each():
+    for low, factor in itertools.product(np.geomspace(1e3, 1e4, 20), np.geomspace(against_bytes.NARROW, 1e6, 60)):
+        places = against_bytes._places(low, low * factor)
+        assert len(places) > 1, (low, factor)
+        assert np.diff(np.log(places)).min() > 0.166 * np.log(factor), (low, factor)
+
+
 # ---- confidence -------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from pydantic import Field
 
 from peerbayes.learning import Run
@@ -22,6 +23,7 @@ from peerbayes.schema import Table
 
 SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
 NUMBERED = 4  # lines up to which their points say how many components they have
+NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
 Runs = Mapping[int, Run]  # of one setting, by seed
 
 
@@ -180,12 +182,29 @@ def _draw_reference(axes: Any, one: Record, key: str, scale: float, colour: str,
 
 
 def _ticks(axes: Any) -> None:
-    def words(value: float, _place: object = None) -> str:
-        for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-            if value >= unit:
-                return f"{value / unit:g} {name}"
-        return f"{value:g} B"
-
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(words))
+    low, high = axes.get_xlim()
+    if high < NARROW * low:  # sizes that are almost one would need labels of many digits
+        low, high = math.sqrt(low * high / NARROW), math.sqrt(low * high * NARROW)
+        axes.set_xlim(low, high)
+    places = _places(low, high)
+    axes.set_xticks(places, [_size_words(place) for place in places])
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _places(low: float, high: float) -> list[float]:
+    """Return some round numbers of an interval, so few that their labels have room side by side."""
+    span = math.log10(high / low)
+    digits = (1, 2, 5) if span < 1.4 else (1, 3) if span < 2.2 else (1,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    places = [digit * 10.0**decade for decade in decades for digit in digits]
+    found = [place for place in places if low <= place <= high]
+    if len(found) < 2:  # an interval so short that one need not count by factors
+        found = [place for place in MaxNLocator(3).tick_values(low, high) if low <= place <= high]
+    return found
+
+
+def _size_words(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size:g} B"
