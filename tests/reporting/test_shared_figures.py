@@ -16,7 +16,7 @@ from PIL import Image
 from peerbayes import cli, networks, reporting
 from peerbayes.data import load as load_data
 from peerbayes.errors import InputError
-from peerbayes.learning import Run, load_recipe
+from peerbayes.learning import Run, load_recipe, settings
 from peerbayes.learning.run import network_inputs
 from peerbayes.posteriors import Codebook, MeanField, Point, Shared
 from peerbayes.reporting import against_bytes, confidence, curves, groups, weights
@@ -315,7 +315,7 @@ def test_settings_are_told_apart_by_what_differs(tmp_path):
 def test_settings_that_differ_in_much_are_told_apart_by_what_is_unusual(tmp_path):
     others = ({"bits": 8}, {"sampling": "moment", "bits": 8}, {"blend": False}, {"top": 0.0, "em_steps": 3})
     written_codebooks(tmp_path, *((options, 0) for options in ({}, {"components": 9}, *others)))
-    unusual = {"bits 8": [207], "sampling moment, bits 8": [307], "blend False": [407], "top 0.0, em_steps 3": [507]}
+    unusual = {"8 bits": [207], "moment sampling, 8 bits": [307], "no blending": [407], "top 0.0, EM steps 3": [507]}
     assert lines_of(tmp_path) == {"shared": [107, 7], **unusual}
 
 
@@ -331,7 +331,34 @@ def test_codebooks_of_any_thrift_are_one_line_and_plain_ones_another(tmp_path):
     written_codebooks(
         tmp_path, ({"thrift": 0.1}, 0), ({"thrift": 0.2}, 0), ({"components": 9}, 0), ({"thrift": 0.3}, 0)
     )
-    assert lines_of(tmp_path) == {"thrifty True": [307, 107, 7], "thrifty False": [207]}
+    assert lines_of(tmp_path) == {"a thrifty codebook": [307, 107, 7], "a plain codebook": [207]}
+
+
+def test_a_legend_says_a_method_and_its_options_in_words_that_tell_lines_apart(tmp_path):
+    small = {"thrift": 0.006, "outliers": False, "blend": False}
+    written_codebooks(tmp_path, ({}, 0), ({"components": 9}, 0), (small, 0))
+    path = tmp_path / "2" / "recipe.toml"
+    path.write_text(path.read_text().replace('method = "shared"', 'method = "shared_small"'))
+    assert lines_of(tmp_path) == {
+        "shared": [107, 7],
+        "shared_small: a thrifty codebook, no outliers, no blending": [207],
+    }
+    path.write_text(path.read_text().replace("blend = false", "blend = true"))
+    told = {"shared: a plain codebook, outliers": [107, 7], "shared_small: a thrifty codebook, no outliers": [207]}
+    assert lines_of(tmp_path) == told  # of few options all are said, of all lines
+    alone = tmp_path / "0" / "recipe.toml"
+    path.write_text(alone.read_text().replace('method = "shared"', 'method = "mine"'))
+    assert lines_of(tmp_path) == {"shared": [107, 7], "mine": [207]}
+
+
+def test_every_option_of_a_codebook_has_words_of_its_own():
+    table = settings.Shared(kind="shared").model_dump(exclude={"kind", "thrift", "merge"}) | {"thrifty": True}
+    table |= {f"merge.{key}": value for key, value in settings.Merge().model_dump().items()}
+    others = {key: not value if isinstance(value, bool) else 7 for key, value in table.items()}
+    words = [against_bytes._words(key, value) for one in (table, others) for key, value in one.items()]
+    assert len(set(words)) == len(words) == 2 * len(table)
+    assert not [said for said in words if "_" in said or "." in said.split(" ")[0] or "True" in said]
+    assert against_bytes._words("merge.distance", 0.0) == "nothing merged"
 
 
 @pytest.mark.parametrize("factor", [1, 1.001, 1.3, 1.9, 2.4, 5, 20, 60, 400, 40_000])

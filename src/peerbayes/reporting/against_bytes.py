@@ -24,6 +24,14 @@ from peerbayes.schema import Table
 SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
 NUMBERED = 4  # lines up to which their points say how many components they have
 NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
+YES_NO = {  # what a legend says of an option that is true, or false
+    "thrifty": ("a thrifty codebook", "a plain codebook"),
+    "outliers": ("outliers", "no outliers"),
+    "blend": ("blending", "no blending"),
+    "mixture": ("mixtures", "no mixtures"),
+    "merge_every_epoch": ("merged every epoch", "not merged every epoch"),
+}
+FORMS = {"bits": "{} bits", "em_steps": "EM steps {}", "sampling": "{} sampling", "prior": "{} prior"}  # of other ones
 Runs = Mapping[int, Run]  # of one setting, by seed
 
 
@@ -103,12 +111,26 @@ def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
     lines: dict[str, list[Record]] = {}
     for group, one in zip(groups, options, strict=True):
         said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
-        label = ", ".join(f"{key} {one.get(key)}" for key in said) or title(_first(group).recipe.method)
-        lines.setdefault(label, []).append({"components": _components(group, one), **point(group)})
+        lines.setdefault(_label(one, said), []).append({"components": _components(group, one), **point(group)})
     return [
         {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
         for label, points in lines.items()
     ]
+
+
+def _label(options: Mapping[str, Any], said: Sequence[str]) -> str:
+    """Return some options in words: ``shared_small: a thrifty codebook, no outliers``; without any, the method."""
+    words = ", ".join(_words(key, options[key]) for key in said if key != "method")
+    named = [options["method"]] if "method" in said or not words else []
+    return ": ".join([*named, *([words] if words else [])])
+
+
+def _words(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return YES_NO[key][not value]
+    if key == "merge.distance" and not value:
+        return "nothing merged"
+    return FORMS.get(key, key.replace("_", " ").replace(".", " ") + " {}").format(value)
 
 
 def _most_common(values: Sequence[Any]) -> Any:
@@ -120,10 +142,9 @@ def _flat_options(group: Runs) -> dict[str, Any]:
     codebook = _codebook(group)
     assert codebook is not None
     table = codebook.model_dump(exclude={"kind"})
-    merge, table["thrifty"] = table.pop("merge"), table.pop("thrift") > 0
-    return (
-        {"method": title(_first(group).recipe.method)} | table | {f"merge.{key}": value for key, value in merge.items()}
-    )
+    merge, thrift = table.pop("merge"), table.pop("thrift")
+    about = {"method": title(_first(group).recipe.method), "thrifty": thrift > 0}
+    return about | table | {f"merge.{key}": value for key, value in merge.items()}
 
 
 def _components(group: Runs, options: Mapping[str, Any]) -> int:
