@@ -186,6 +186,26 @@ def test_a_line_has_the_mean_and_the_range_of_six_pairs_at_most(place, tmp_path,
     assert [one["loss"][key][5] for key in ("low", "mean", "high")] == pytest.approx([0.0, 2.0, 5.0])
 
 
+def test_a_legend_says_what_the_band_around_a_line_is():
+    def series(label, pairs):
+        loss = {"mean": [0.1, 0.6, 0.2], "low": [0.1, 0.4, 0.1], "high": [0.1, 0.9, 0.3]}
+        return {"label": label, "pairs": pairs, "loss": loss, "barrier": {"mean": 0.5}}
+
+    def legend(*given):
+        (axes,) = draw_line({"points": [0.0, 0.5, 1.0], "series": given}).axes
+        assert axes.dataLim.bounds == pytest.approx((0, 0.1, 1, 0.8))  # what explains the band takes no room
+        both = axes.get_legend_handles_labels()
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == both[1]
+        return both
+
+    handles, labels = legend(series("a", 6), series("b", 3), series("c", 1))
+    assert labels[:3] == ["a: barrier 0.5", "b: barrier 0.5", "c: barrier 0.5"]
+    assert labels[3:] == ["lowest to highest of 3 or 6 pairs; the line is their mean"]
+    (drawn, *_) = handles[0].axes.collections
+    assert drawn.get_facecolor()[0, 3] == handles[3].get_facecolor()[0, 3]  # as dark as the band itself
+    assert legend(series("c", 1))[1] == ["c: barrier 0.5"]  # one pair has no band
+
+
 class Peers(dict):
     """What a run holds, by name."""
 

@@ -29,6 +29,7 @@ Record = dict[str, Any]
 POINTS = tuple(place / 10 for place in range(11))
 IMAGES = 1000  # of a split, that the loss between networks and the perturbations are measured on
 PAIRS = 6  # of networks, at most
+BAND = 0.15  # how dark the range over pairs is
 WHO = ("teachers", "members")
 NOTES = (
     *(f"distil.{who}_apart" for who in WHO),
@@ -149,13 +150,16 @@ def _told_apart(series: Sequence[Record]) -> list[Record]:
 
 
 def draw_line(found: Record) -> Figure:
-    """Loss between networks; a line a run, with the height of the barrier."""
+    """Loss between networks; a line a run, with the height of the barrier, and a band where there are several pairs."""
     figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
     for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
         label = f"{one['label']}: barrier {one['barrier']['mean']:.3g}"
         axes.plot(found["points"], one["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
         low, high = one["loss"]["low"], one["loss"]["high"]
-        axes.fill_between(found["points"], low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(found["points"], low, high, color=colour, alpha=BAND, linewidth=0)
+    if several := sorted({one["pairs"] for one in found["series"] if one["pairs"] > 1}):
+        words = f"lowest to highest of {' or '.join(map(str, several))} pairs; the line is their mean"
+        axes.fill_between([], [], [], color="black", alpha=BAND, linewidth=0, label=words)
     axes.set_xlabel("from one network to another")
     axes.set_ylabel("test loss (nats per image)")
     axes.legend(frameon=False, fontsize=8)
