@@ -143,6 +143,53 @@ def test_several_seeds_are_a_mean_and_its_standard_error():
     assert alone[1].split() == ["dnn", "net", "50.00", "2.0"]
 
 
+def drawn_panels(*chains):
+    """Draw chains of two steps, given by their figures; return the panels by heading."""
+    given = [{"steps": [{"method": f"step {n}", "who": [figures("net", **one)]} for n, one in enumerate(chain)]}
+             for chain in chains]  # fmt: skip
+    figure = module.draw_pipeline({"chains": given})
+    figure.draw_without_rendering()
+    return {axes.get_title(): axes for axes in figure.axes}
+
+
+def test_an_axis_has_bars_where_it_begins_at_zero_and_dots_where_it_does_not():
+    small = {"accuracy": 0.9, "nll": 0.2, "ece": 0.01, "auroc": 0.2, "bytes": 1000, "microseconds": 5.0}
+    large = {"accuracy": 0.95, "nll": 0.3, "ece": 0.04, "auroc": 0.9, "bytes": 90_000, "microseconds": 70.0}
+    panels = drawn_panels([small, large])
+    begins = {name: axes.get_xlim()[0] == 0 for name, axes in panels.items()}
+    assert begins == {"ACC": False, "NLL": True, "ECE": True, "AUROC": True, "KB": False, "µs/image": False}
+    for (name, axes), key in zip(panels.items(), module.DRAWN, strict=True):
+        expected = [one[key] * module.COLUMNS[key][1] for one in (small, large)]
+        lengths = [bar.get_width() for bar in axes.patches]
+        dots = [line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "o"]
+        assert (lengths, dots) == ((pytest.approx(expected), []) if begins[name] else ([], pytest.approx(expected)))
+        low, high = axes.get_xlim()
+        assert all(low <= value <= high for value in expected)
+        right = axes.get_window_extent().x1
+        assert [text.get_window_extent().x1 < right + 10 for text in axes.texts] == [True, True], name
+
+
+def test_bars_and_dots_have_standard_errors_over_seeds():
+    chains = [[{"accuracy": a, "nll": 1 - a, "bytes": 1000 * a}, {"accuracy": 0.9, "nll": 0.1, "bytes": 9}]
+              for a in (0.8, 0.84, 0.94)]  # fmt: skip
+    error = np.std([80, 84, 94], ddof=1) / 3**0.5
+    panels = drawn_panels(*chains)
+    for name, mean, half in (("ACC", 86, error), ("NLL", 0.14, error / 100), ("KB", 0.86, error / 100)):
+        ends = [bars.get_segments()[0][:, 0] for bars in panels[name].collections]
+        assert ends[0] == pytest.approx([mean - half, mean + half])
+        assert ends[1][0] == pytest.approx(ends[1][1])
+    assert next(iter(panels.values())).figure.get_suptitle() == "Mean and standard error over 3 seeds"
+    alone = drawn_panels(chains[0])
+    assert not any(axes.collections for axes in alone.values())
+    assert next(iter(alone.values())).figure.get_suptitle() == ""
+
+
+def test_a_step_with_an_infinite_loss_has_its_number_alone():
+    axes = drawn_panels([{"nll": float("inf")}, {"nll": 0.5}])["NLL"]
+    assert [bar.get_width() for bar in axes.patches] == [0.5]
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("inf", 0), ("0.500", 0.5)]
+
+
 def test_what_is_from_elsewhere_is_told_apart_on_average():
     outside = {name: {"auroc": value} for name, value in (("a", 0.9), ("b", 0.5), ("c", 0.1))}
     found = {"name": "net", "accuracy": 0.5, "nll": 1.0, "ece": 0.1, "out_of_distribution": outside}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.data import to_unit
 from peerbayes.errors import InputError
-from peerbayes.evaluation import summarise
+from peerbayes.evaluation import Summary, summarise
 from peerbayes.learning import Run, load_data
 from peerbayes.learning.run import peers_at, pick_device
 from peerbayes.learning.sources import Job, source_of, teacher_sources
@@ -152,7 +154,7 @@ def pipeline_table(found: Record) -> str:
 
 
 def draw_pipeline(found: Record) -> Figure:
-    """A panel a column, a bar a step; bytes and time on logarithmic axes."""
+    """A panel a column, with standard errors over seeds: a bar a step, or a dot where an axis does not begin at 0."""
     rows = _rows(found)
     shown = [key for key in DRAWN if any(key in values for _, _, values in rows)]
     figure, grid = panels(1, len(shown), 2.3, 0.7 + 0.32 * len(rows))
@@ -160,21 +162,38 @@ def draw_pipeline(found: Record) -> Figure:
     names = [step if steps.count(step) == 1 else f"{step}: {who}" for step, who, _ in rows]
     colours = dict(zip(dict.fromkeys(steps), itertools.cycle(COLOURS)))
     for axes, key in zip(grid[0], shown, strict=True):
-        heading, _, digits = COLUMNS[key]
-        means = [sum(values[key]) / len(values[key]) for _, _, values in rows]
-        axes.barh(range(len(rows)), means, color=[colours[step] for step in steps], height=0.7)
-        axes.invert_yaxis()
+        _draw_steps(axes, key, [summarise(values[key]) for _, _, values in rows], [colours[step] for step in steps])
         axes.set_yticks(range(len(rows)), names if key == shown[0] else [""] * len(rows), fontsize=8)
-        axes.set_title(heading, fontsize=9)
-        axes.grid(visible=False)
-        if key in ("bytes", "microseconds"):
-            axes.set_xscale("log")
-            axes.set_xlim(min(means) / 3, max(means) * 8)
-        elif key in ("accuracy", "auroc"):
-            axes.set_xlim(max(0.0, 2 * min(means) - max(means) - 0.02 * max(means)), max(means) * 1.02)
-        for place, mean in enumerate(means):
-            axes.annotate(
-                f"{mean:,.{digits}f}", (mean, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
-            )
-        axes.margins(x=0.3)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+    if len(found["chains"]) > 1:
+        figure.suptitle(f"Mean and standard error over {len(found['chains'])} seeds", fontsize=8)
     return figure
+
+
+def _draw_steps(axes: Any, key: str, steps: Sequence[Summary], colours: Sequence[str]) -> None:
+    """Draw a column. The length of a bar says something only if it begins at 0: elsewhere there are dots."""
+    heading, _, digits = COLUMNS[key]
+    ends = [(step.mean - (step.standard_error or 0), step.mean + (step.standard_error or 0)) for step in steps]
+    finite = [end for both in ends for end in both if math.isfinite(end)] or [1.0]  # an NLL can be infinite
+    low, high = min(finite), max(finite)
+    if key in ("bytes", "microseconds"):
+        axes.set_xscale("log")
+        axes.set_xlim(min(step.mean for step in steps) / 3, 8 * high)
+    elif key in ("accuracy", "auroc") and low > high / 2:
+        room = high - low or 0.02 * high
+        axes.set_xlim(low - 0.15 * room, high + 0.45 * room)
+    else:
+        axes.set_xlim(0, 1.4 * high or 1.0)
+    bars = axes.get_xlim()[0] == 0
+    axes.grid(visible=not bars)
+    for place, (step, colour) in enumerate(zip(steps, colours, strict=True)):
+        end = axes.get_xlim()[0]
+        if math.isfinite(step.mean):
+            end = ends[place][1]
+            if bars:
+                axes.barh(place, step.mean, color=colour, height=0.7)
+            look = {"fmt": "none", "ecolor": "black"} if bars else {"fmt": "o", "color": colour, "markersize": 6}
+            axes.errorbar(step.mean, place, xerr=step.standard_error, capsize=2, linewidth=1, **look)
+        where = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
+        axes.annotate(f"{step.mean:,.{digits}f}", (end, place), **where)
+    axes.set_title(heading, fontsize=9)
