@@ -384,6 +384,18 @@ def test_few_epochs_are_counted_by_whole_numbers(epochs):
             assert shown == [*range(1, epochs + 1)], axes.get_ylabel()
 
 
+@pytest.mark.parametrize(
+    ("values", "scale"), [([0.0, 0.0], "linear"), ([0.0, 0.5], "log"), ([0.2, 0.5], "log"), ([math.nan] * 2, "linear")]
+)
+def test_shares_and_distances_of_zero_are_drawn_without_a_word(values, scale):
+    lines = [{"peers": {"a": {"terms": {"kl": value}, "gradient_share": {"kl": value}}}} for value in values]
+    diversity = draw_diversity({"series": [{"label": "run", "members_apart": values}]})
+    for drawn, axes in ((training := figures.training_figure(lines), training.axes[1]), (diversity, diversity.axes[0])):
+        figures.png(drawn)  # a warning would be an error
+        assert axes.get_yscale() == scale
+        np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), values)
+
+
 # ---- one's own modules: fit, load, evaluate ---------------------------------------------------------------------
 
 

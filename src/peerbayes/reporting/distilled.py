@@ -22,7 +22,7 @@ from peerbayes.learning.sources import Job, build_teachers
 from peerbayes.learning.teachers import PICKS, Perturbation, Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
-from peerbayes.reporting.figures import COLOURS, name_epochs, panels
+from peerbayes.reporting.figures import COLOURS, name_epochs, panels, scale_by_logarithm
 from peerbayes.reporting.groups import open_runs
 
 Record = dict[str, Any]
@@ -181,7 +181,7 @@ def draw_diversity(found: Record) -> Figure:
             change = [None if before is None else after - before for before, after in both]
             _over_epochs(place, change, "-", color=colour, label=one["label"])
     axes.set_ylabel("KL between two (nats per image)")
-    axes.set_yscale("log")
+    scale_by_logarithm(axes)
     for place, who in zip(others, moved, strict=True):
         place.axhline(0, color="black", linewidth=0.8)
         place.set_ylabel(f"change of KL between two {who} (nats)")

@@ -136,6 +136,12 @@ def name_epochs(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
+def scale_by_logarithm(axes: Any) -> None:
+    """Make the upright axis logarithmic where there is anything above 0 to be seen on it."""
+    if any(np.greater(line.get_ydata(), 0).any() for line in axes.get_lines()):
+        axes.set_yscale("log")
+
+
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
     figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
@@ -154,7 +160,10 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
                 axes.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=term)
         name_epochs(axes)
         axes.set_ylabel(name)
-        axes.set_yscale("symlog" if key == "terms" else "log", **({"linthresh": 1e-3} if key == "terms" else {}))
+        if key == "terms":
+            axes.set_yscale("symlog", linthresh=1e-3)
+        else:
+            scale_by_logarithm(axes)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
