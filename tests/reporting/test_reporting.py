@@ -113,9 +113,31 @@ def test_rows_have_means_and_standard_errors_over_seeds(records):
 def test_one_seed_has_no_spread():
     (row,) = tables.rows([record("dnn", 0, (0.9,))])
     assert (row.method, row.peer, row.cells) == ("DNN", "scratch", ("90.00", "0.200", "0.050"))
-    both = tables.differences([record("dnn", 0, (0.9,)), record("ours", 0, (0.95,))])
-    assert len(both) == 1
-    assert "paired over 1 seed: ACC +5.0 (not distinguishable: 1 seed has no spread)" in both[0]
+    both = [record("dnn", 0, (0.9,)), record("ours", 0, (0.95,))]
+    assert tables.differences(both) == ["Ours − DNN, 1 seed: ACC +5.0; NLL +.00; ECE +.00"]
+
+
+def test_that_one_seed_has_no_spread_is_said_once(records):
+    given = [record(method, 0, (0.9, 0.8), nll=nll) for nll, method in enumerate(("dnn", "vanilla", "dml", "ours"))]
+    for item in given:
+        for peer in item["peers"]:
+            peer["out_of_distribution"] = {"svhn": {"auroc": 0.9, "aupr": 0.8, "fpr85": 0.3}}
+    text = reporting.text_table(given)
+    assert text.splitlines()[-1] == "one seed has no spread: no difference of 1 seed is distinguishable"
+    assert text.count("distinguishable") == text.count("spread") == 1
+    compared = [line for line in text.splitlines() if "−" in line]
+    assert len(compared) == 6  # three of either table
+    assert compared[:2] == [
+        "Vanilla − DNN, average of peers, 1 seed: ACC +.00; NLL +1.0; ECE +.00",
+        "DML − Vanilla, average of peers, 1 seed: ACC +.00; NLL +1.0; ECE +.00",
+    ]
+    assert "one seed" not in reporting.text_table(records)
+    assert "one seed" not in reporting.text_table(given[:1])  # nothing is compared
+    mixed = reporting.text_table([*records, record("vanilla", 2, (0.95, 0.95))])
+    assert "could have shown" in mixed
+    assert mixed.splitlines()[-1].startswith("one seed has no spread")
+    assert [page.count("1 seed is distinguishable") for page in
+            (reporting.report_page(some, "h", {}) for some in (given, records))] == [1, 0]  # fmt: skip
 
 
 def test_differences_are_paired_and_say_what_could_have_been_shown(records):
@@ -137,7 +159,7 @@ def test_differences_are_paired_and_say_what_could_have_been_shown(records):
 
 def test_only_shared_seeds_of_the_same_data_are_compared(records):
     (line,) = tables.differences([*records[:3], record("ours", 2, (0.95, 0.95)), record("ours", 9, (0.1, 0.1))])
-    assert "paired over 1 seed: ACC +3.0 " in line
+    assert ", 1 seed: ACC +3.0; " in line
     assert tables.differences([*records[:3], record("ours", 9, (0.9, 0.9))]) == []
     assert tables.differences([*records[:3], record("ours", 0, (0.9, 0.9), dataset="other")]) == []
 
@@ -563,9 +585,10 @@ def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers
     given.append(record("dnn", 0, (0.9,)))
     lines = tables.text_table(given, sort_peers=sort_peers).splitlines()
     start = lines.index("members as one network, averaged by exact:")
-    assert [line.split() for line in lines[start + 2 :]] == [
+    assert [line.split() for line in lines[start + 2 : -2]] == [
         ["be", "scratch", "55.00", "±", "5.00", "1.500", "±", "0.000", "0.125", "±", "0.000"]
     ]
+    assert lines[-2:] == ["", tables.ONE_SEED]  # of the first table
 
 
 def test_runs_with_other_settings_are_never_averaged_as_if_they_were_seeds():

@@ -56,13 +56,17 @@ class PairedDifference:
     p_value: float | None
     distinguishable: bool
 
-    def describe(self) -> str:
-        """Return ``"+.10 ± .14 (not distinguishable: 3 seeds could have shown .42)"`` or the like."""
+    def describe(self, one_seed: str = " (not distinguishable: 1 seed has no spread)") -> str:
+        """Return ``"+.10 ± .14 (not distinguishable: 3 seeds could have shown .42)"`` or the like.
+
+        Args:
+            one_seed: what is said behind a difference of one seed; nothing, where it is said once of many.
+        """
         decimals = _decimals(self.standard_error or self.difference)
         sign = "−" if self.difference < 0 else "+"
         text = sign + _number(abs(self.difference), decimals)
         if self.standard_error is None:
-            return f"{text} (not distinguishable: 1 seed has no spread)"
+            return text + one_seed
         text += f" ± {_number(self.standard_error, decimals)}"
         if self.smallest_effect is None:
             return f"{text} (not distinguishable: {len(self.seeds)} seeds differ by the same amount)"

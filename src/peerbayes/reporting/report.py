@@ -47,7 +47,7 @@ def report_page(
             other: _table(tables.only_outside(records, other), tables.DETECTED)
             for other in tables.outside_names(records)
         },
-        differences=tables.differences(records),
+        differences=tables.differences(records) + [tables.ONE_SEED] * tables.has_lone_seed(records),
         pictures=pictures,
         provenance=_provenance(records),
     )

@@ -23,6 +23,7 @@ CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figure
 AVERAGED = "averaged"  # where figures of a peer's members as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
+ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
 AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
 
 
@@ -212,24 +213,39 @@ def _cell(values: Sequence[float], scale: float) -> str:
 
 
 def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[str]:
-    """Return a sentence for each method against the one before it, paired over the seeds they share."""
+    """Return a sentence for each method against the one before it, paired over the seeds they share.
+
+    Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+    """
     found = []
-    groups = list(grouped(records).values())
-    for before, after in itertools.pairwise(groups):
-        shared = {r["seed"] for r in before} & {r["seed"] for r in after}
-        if not shared or before[0]["dataset"] != after[0]["dataset"]:
-            continue
+    for before, after, seeds in _compared(records):
         parts = []
         for name, (key, scale) in columns.items():
             a, b = (
                 {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
                 for group in (after, before)
             )
-            parts.append(f"{name} {paired_difference(a, b).describe()}")
+            parts.append(f"{name} {paired_difference(a, b).describe(one_seed='')}")
         names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
-        seeds = f"{len(shared)} seed{'s' if len(shared) > 1 else ''}"
-        found.append(f"{names}, average of peers, paired over {seeds}: {'; '.join(parts)}")
+        peers = ", average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
+        paired = f"paired over {seeds} seeds" if seeds > 1 else "1 seed"
+        found.append(f"{names}{peers}, {paired}: {'; '.join(parts)}")
     return found
+
+
+def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
+    """Return the groups that follow one another and are of one data set, with how many seeds they share."""
+    found = []
+    for before, after in itertools.pairwise(grouped(records).values()):
+        shared = {r["seed"] for r in before} & {r["seed"] for r in after}
+        if shared and before[0]["dataset"] == after[0]["dataset"]:
+            found.append((before, after, len(shared)))
+    return found
+
+
+def has_lone_seed(records: Sequence[Record]) -> bool:
+    """Return whether any of the differences is that of one seed."""
+    return any(seeds == 1 for _, _, seeds in _compared(records))
 
 
 def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: bool = False) -> str:
@@ -247,29 +263,27 @@ def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: 
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
     columns = FIGURES | (CALIBRATED if calibrated else {})
-    text = _section(records, columns, FIGURES)
+    sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
     for way, found in merged.items():
-        heading = f"members as one network, averaged by {way}:"
-        text += ["", heading, *_section(found, columns, FIGURES)]
+        sections.append((f"members as one network, averaged by {way}:", found, columns))
     for heading, last in last_headings(records).items():
-        text += ["", f"{heading}:", *_section(last, LAST, LAST)]
+        sections.append((f"{heading}:", last, LAST))
     if bad := only_corrupted(records):
-        heading = "on corrupted images, the mean over 15 types and 5 severities:"
-        text += ["", heading, *_section(bad, FIGURES, FIGURES)]
+        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
     for other in outside_names(records):
-        heading = f"{other} told from the test split by entropy:"
-        text += ["", heading, *_section(only_outside(records, other), DETECTED, DETECTED)]
-    return "\n".join(text)
+        sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
+    text = [_section(*section) for section in sections]
+    return "\n\n".join(text + [ONE_SEED] * any(has_lone_seed(found) for _, found, _ in sections))
 
 
-def _section(records: Sequence[Record], columns: Columns, compared: Columns) -> list[str]:
+def _section(heading: str, records: Sequence[Record], columns: Columns) -> str:
     lines = [("", "", *columns)]
     previous = ""
     for row in rows(records, columns):
         lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
         previous = row.method
-    found = differences(records, compared)
-    return [*aligned(lines, left=2), *([""] if found else []), *found]
+    found = differences(records, {name: figure for name, figure in columns.items() if name not in CALIBRATED})
+    return "\n".join([*([heading] if heading else []), *aligned(lines, left=2), *([""] if found else []), *found])
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
