@@ -164,6 +164,28 @@ def test_only_shared_seeds_of_the_same_data_are_compared(records):
     assert tables.differences([*records[:3], record("ours", 0, (0.9, 0.9), dataset="other")]) == []
 
 
+def test_a_table_names_the_data_where_there_are_several(records):
+    other = [record("ours", 0, (0.7, 0.8), dataset="rows"), record("dnn", 0, (0.6,), dataset="rows")]
+    for peer in other[0]["peers"]:
+        peer["out_of_distribution"] = {"noise": {"auroc": 0.9, "aupr": 0.8, "fpr85": 0.3}}
+    main, compared, outside, *_ = (
+        part.splitlines() for part in reporting.text_table(records[3:] + other).split("\n\n")
+    )
+    assert main[0].split() == ["data", "ACC", "NLL", "ECE"]
+    assert [line.split()[:3] for line in (main[1], main[4], main[7])] == [
+        ["Ours", "digits", "scratch"],
+        ["Ours", "rows", "scratch"],  # of the same name, but another line's
+        ["DNN", "rows", "scratch"],
+    ]
+    assert [line.split()[0] for line in main[2:4]] == ["pretrained", "average"]
+    place = main[0].index("data")
+    assert [line[place : place + 6].strip() for line in main[1:]] == ["digits", "", "", "rows", "", "", "rows"]
+    assert [line.split(",")[0] for line in compared] == ["DNN − Ours"]  # those of one data set alone
+    assert outside[1].split() == ["data", "AUROC", "AUPR", "FPR85"]
+    assert outside[2].split()[:3] == ["Ours", "rows", "scratch"]
+    assert "data" not in reporting.text_table(other)
+
+
 def test_order_of_the_seeds_does_not_matter(records):
     assert tables.differences(records[2::-1] + records[:2:-1]) == tables.differences(records)
 

@@ -29,12 +29,13 @@ AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a method, a peer (or the average over peers), and a cell a figure."""
+    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of."""
 
     method: str
     peer: str
     seeds: int
     cells: tuple[str, ...]
+    data: str
 
 
 def title(method: str) -> str:
@@ -199,7 +200,7 @@ def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
             for key, scale in columns.values():
                 values = _values(group, peer, key)
                 cells.append(_cell([value * scale for value in values.values()], scale))
-            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells)))
+            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"]))
     return found
 
 
@@ -272,18 +273,22 @@ def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: 
         sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
     for other in outside_names(records):
         sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
-    text = [_section(*section) for section in sections]
+    with_data = len({record["dataset"] for record in records}) > 1
+    text = [_section(*section, with_data) for section in sections]
     return "\n\n".join(text + [ONE_SEED] * any(has_lone_seed(found) for _, found, _ in sections))
 
 
-def _section(heading: str, records: Sequence[Record], columns: Columns) -> str:
-    lines = [("", "", *columns)]
-    previous = ""
+def _section(heading: str, records: Sequence[Record], columns: Columns, with_data: bool) -> str:
+    lines = [("", *["data"] * with_data, "", *columns)]
+    previous = ("", "")
     for row in rows(records, columns):
-        lines.append((row.method if row.method != previous else "", row.peer, *row.cells))
-        previous = row.method
+        first = (row.method, row.data) != previous
+        names = [row.method, *[row.data] * with_data]
+        lines.append((*(name * first for name in names), row.peer, *row.cells))
+        previous = row.method, row.data
     found = differences(records, {name: figure for name, figure in columns.items() if name not in CALIBRATED})
-    return "\n".join([*([heading] if heading else []), *aligned(lines, left=2), *([""] if found else []), *found])
+    table = aligned(lines, left=2 + with_data)
+    return "\n".join([*([heading] if heading else []), *table, *([""] if found else []), *found])
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
