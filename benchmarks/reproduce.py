@@ -34,6 +34,9 @@ class Table:
     needs: Sequence[str] = ()
 
 
+THRIFTS = ("0.001", "0.002", "0.006", "0.02")
+
+
 def runs(names: Iterable[str]) -> list[str]:
     """Return the folders that recipes are trained into."""
     return [default_folder(name, 0).as_posix() for name in names]
@@ -44,10 +47,20 @@ def mutual() -> dict[str, Table]:
     rows = [f"mutual/cifar100-resnet20-{method}" for method in ("dnn", "vanilla", "dml", "ours")]
     orders = [f"renyi/cifar100-resnet20-bayesian-{order}" for order in ("alpha0.5", "dml", "alpha2")]
     first, pairs = f"{name}-dnn", "renyi-cifar100-resnet20-bayesian"
+    small, peer = "sharing-cifar100-resnet20-bayesian", f"{runs(rows)[3]}/weights-pretrained.safetensors"
+    data = ["data.name=cifar100", "data.classes=100", f"peers.0.start_from='{peer}'", "evaluation.ece_bins=20"]
+    variants = {
+        f"cifar100-resnet20-thrift{thrift}": (
+            "sharing/cifar10-resnet20-small",
+            [*data, "evaluation.draws=50", f"peers.0.posterior.thrift={thrift}"],
+        )
+        for thrift in THRIFTS
+    }
     return {
         first: Table({first: ["train", rows[0]]}),
         name: Table({name: ["train", *rows]}, needs=[first]),
         pairs: Table({pairs: ["train", *orders]}, needs=[first]),
+        small: Table({small: ["train", *(f"recipes/{one}.toml" for one in variants)]}, variants, needs=[name]),
     }
 
 
@@ -82,7 +95,7 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     recipes = [f"{base}-{method}" for method in ("dnn", "stage1", "shared", "shared-cluster", *more)]
     variants: dict[str, tuple[str, list[str]]] = {
         f"{data}-{network}-thrift{thrift}": (f"{base}-small", [f"peers.0.posterior.thrift={thrift}"])
-        for thrift in ("0.001", "0.002", "0.006", "0.02")
+        for thrift in THRIFTS
     }
     small = [f"recipes/{one}.toml" for one in variants]
     # The paper's scales are so small that they hardly say anything; these do.
