@@ -213,9 +213,9 @@ def test_a_setting_that_diverges_fails_alone_and_once(place, tmp_path):
     assert any(line.startswith("failed") for line in text.splitlines())
 
 
-def test_where_everything_fails_the_code_is_1(place, tmp_path):
-    with pytest.warns(PeerbayesWarning, match="failed"):
-        called(place / "point.toml", "--over", f"{LR}=1e30", "--seeds", 0, "--out", tmp_path, code=1)
+def test_where_everything_fails_the_code_is_1(place, tmp_path, capsys):
+    called(place / "point.toml", "--over", f"{LR}=1e30", "--seeds", 0, "--out", tmp_path, code=1)
+    assert capsys.readouterr().err.startswith(f"peerbayes: setting {LR}=1e+30 failed: term 'likelihood'")
     assert not (tmp_path / "sweep.png").exists()
     assert (tmp_path / "sweep.json").exists()
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from peerbayes import cli, networks, reporting
 from peerbayes.data import load as load_data
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.learning import Run, load_recipe, settings
 from peerbayes.learning.run import network_inputs
 from peerbayes.posteriors import Codebook, MeanField, Point, Shared
@@ -258,6 +258,21 @@ def test_a_layer_of_outliers_alone_is_drawn():
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_in_a_folder_runs_with_networks_of_ones_own_are_left_out_of_bytes(runs, tmp_path):
+    shutil.copytree(runs / "k12-seed0", tmp_path / "shared")
+    shutil.copytree(runs / "stage1-seed0", tmp_path / "own")
+    recipe = tmp_path / "own" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('network = "mlp"', 'network = "custom"'))
+    assert len(groups.open_runs([tmp_path], own=False)) == 2  # it has been judged
+    (tmp_path / "own" / "evaluation.json").unlink()
+    with pytest.warns(PeerbayesWarning, match=r"own: peer 'net' has a network of your own; it is left out$"):
+        found = groups.open_runs([tmp_path], own=False)
+    assert [run.folder.name for run in found] == ["shared"]
+    assert len(groups.open_runs([tmp_path])) == 2
+    with pytest.raises(InputError, match=r"own: peer 'net' has a network of your own$"):
+        reporting.write_figure("bytes", [tmp_path / "shared", tmp_path / "own"], tmp_path / "bytes.png")
 
 
 def test_figures_against_bytes_are_those_of_files_and_records(runs):

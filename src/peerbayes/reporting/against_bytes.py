@@ -61,7 +61,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     components to many; all other runs are references. Figures are those of evaluation.json; a run without one is judged
     first.
     """
-    runs = open_runs(folders)
+    runs = open_runs(folders, own=False)
     records = {run.folder: _record(run, device, root) for run in runs}
 
     def figure(key: str, run: Run) -> float:

@@ -93,7 +93,7 @@ def open_runs(
         folders: run folders, or folders of runs.
         finished: whether runs have to be.
         sources: whether what other runs of a folder have started from counts, too.
-        own: whether runs with networks of one's own do, which can't be built.
+        own: whether runs with networks of one's own do, which can't be built to be judged.
     """
     runs: dict[Path, Run] = {}
     for folder in map(Path, folders):
@@ -115,8 +115,10 @@ def _why_not(run: Run, finished: bool, own: bool) -> str:
     """Return why a run can't be looked at; nothing if it can."""
     if finished and not run.finished:
         return f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it"
-    named = [peer.name for peer in run.recipe.peers if peer.network == CUSTOM]
-    return "" if own or not named else f"{run.folder}: peer '{named[0]}' has a network of your own"
+    unknown = [peer.name for peer in run.recipe.peers if peer.network == CUSTOM]
+    if own or not unknown or (run.folder / "evaluation.json").is_file():
+        return ""
+    return f"{run.folder}: peer '{unknown[0]}' has a network of your own"
 
 
 def _started_from(run: Run) -> set[Path]:
