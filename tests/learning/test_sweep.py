@@ -25,6 +25,7 @@ from peerbayes.learning import PeerbayesWarning, Sweep, load_recipe, sweep
 from peerbayes.learning.space import Axis, corners, folder_name, overrides, parse_axes
 from peerbayes.learning.study import Study
 from peerbayes.reporting import figures
+from peerbayes.reporting.swept import sweep_figure
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs locks and signals")
 
@@ -707,7 +708,7 @@ def made(axes, values, objective="nll"):
 
 
 def test_one_key_is_drawn_against_its_values():
-    axes = figures.sweep_figure(made([Axis("k", ("k",), (1.0, 10.0, 100.0))], [(3, 5), (1, 2), (4, 4)])).axes[0]
+    axes = sweep_figure(made([Axis("k", ("k",), (1.0, 10.0, 100.0))], [(3, 5), (1, 2), (4, 4)])).axes[0]
     points = {(x, y) for line in axes.lines for x, y in zip(*line.get_data()) if line.get_color() == "#999999"}
     assert points == {(1, 3), (1, 5), (10, 1), (10, 2), (100, 4)}
     (means,) = [line for line in axes.lines if len(line.get_xdata()) == 3]
@@ -722,15 +723,15 @@ def test_one_key_is_drawn_against_its_values():
 
 def test_words_are_drawn_by_name():
     sweep_of = made([Axis("k", ("k",), ("b", "a"))], [(0.3, 0.5), (0.1, 0.2)], "accuracy")
-    axes = figures.sweep_figure(sweep_of).axes[0]
+    axes = sweep_figure(sweep_of).axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["b", "a"]
     assert axes.get_ylabel() == "validation ACC (%)"
-    assert figures.png(figures.sweep_figure(sweep_of)).startswith(b"\x89PNG")
+    assert figures.png(sweep_figure(sweep_of)).startswith(b"\x89PNG")
 
 
 def test_two_keys_make_a_heat_map():
     axes = [Axis("down", ("d",), (1, 2)), Axis("across", ("a",), (1, 2, 3))]
-    figure = figures.sweep_figure(made(axes, [(n, n + 2) for n in range(6)]))
+    figure = sweep_figure(made(axes, [(n, n + 2) for n in range(6)]))
     drawn = figure.axes[0]
     np.testing.assert_array_equal(drawn.images[0].get_array(), [[1, 2, 3], [4, 5, 6]])
     assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("across", "down")
@@ -740,6 +741,6 @@ def test_two_keys_make_a_heat_map():
 
 def test_more_keys_are_ranked():
     axes = [Axis(key, (key,), (1, 2)) for key in ("x", "y", "z")]
-    drawn = figures.sweep_figure(made(axes, [(8 - n, 8 - n) for n in range(8)])).axes[0]
+    drawn = sweep_figure(made(axes, [(8 - n, 8 - n) for n in range(8)])).axes[0]
     assert [text.get_text() for text in drawn.get_yticklabels()][:2] == ["x=2, y=2, z=2", "x=2, y=2, z=1"]
     assert drawn.yaxis_inverted()

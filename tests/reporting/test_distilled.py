@@ -19,7 +19,8 @@ from commands import QUIET, called, refused
 from peerbayes.data import to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, load_data
-from peerbayes.learning.teachers import Perturbation, Teachers
+from peerbayes.learning.perturbing import Perturbation
+from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Point, RankOne
 from peerbayes.reporting import distilled, write_figure

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
 from peerbayes.learning.distribution import World, gather_batch
+from peerbayes.learning.perturbing import Perturbation
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
-from peerbayes.learning.teachers import Perturbation, Teachers, run_plain
+from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 from peerbayes.posteriors.modes import kept_buffers

@@ -13,9 +13,9 @@ from peerbayes import evaluation
 from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning.distribution import World
+from peerbayes.learning.perturbing import Perturbation
 from peerbayes.learning.position import Position
 from peerbayes.learning.recipe import Recipe
-from peerbayes.learning.teachers import Perturbation
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, predict_split
 

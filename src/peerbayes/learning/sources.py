@@ -12,12 +12,13 @@ import torch
 from peerbayes import networks
 from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, OptionError, within
+from peerbayes.learning.perturbing import SEVERAL
 from peerbayes.learning.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.stages import seeded
-from peerbayes.learning.teachers import SEVERAL, Teachers
+from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
 from peerbayes.posteriors.shared import usually_shared

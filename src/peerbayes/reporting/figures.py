@@ -15,11 +15,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from peerbayes.learning import Sweep
-from peerbayes.learning.space import Axis, setting_title, shown
 from peerbayes.posteriors import storage
 from peerbayes.reporting.records import Record
-from peerbayes.reporting.tables import FIGURES, grouped, title
+from peerbayes.reporting.tables import grouped, title
 
 MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
@@ -44,7 +42,7 @@ def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]
     return found
 
 
-def _axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
+def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -64,7 +62,7 @@ def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> 
 
 def retention_figure(records: Sequence[Record]) -> Figure:
     """Accuracy of the images kept, against the share kept by lowest disagreement; a band of one standard error."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for name, peers, colour, style in _series(records):
         kept = [float(fraction) for fraction in peers[0]["retention"]] + [1.0]
         values = np.array([[*peer["retention"].values(), peer["accuracy"]] for peer in peers]) * 100
@@ -82,7 +80,7 @@ def retention_figure(records: Sequence[Record]) -> Figure:
 
 def reliability_figure(records: Sequence[Record]) -> Figure:
     """Accuracy against confidence, all seeds pooled; the diagonal is perfect calibration."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
     for name, peers, colour, style in _series(records):
         bins = [peer["reliability"] for peer in peers]
@@ -106,7 +104,7 @@ def reliability_figure(records: Sequence[Record]) -> Figure:
 
 def entropy_figure(records: Sequence[Record], other: str) -> Figure:
     """Shares of images by entropy: of the test split (solid) and of another data set (dashed); means over seeds."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     for number, (name, peers, _, _) in enumerate(_series(records)):
         found = [peer["out_of_distribution"][other] for peer in peers if other in peer.get("out_of_distribution", {})]
         found = [one["entropy"] for one in found if "entropy" in one]
@@ -168,100 +166,6 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-LISTED = 30  # settings that a figure names, the best ones
-
-
-def write_sweep_figure(sweep: Sweep) -> list[Path]:
-    """Draw a sweep into its folder; return the file's path, or nothing where no setting is finished."""
-    if sweep.best is None:
-        return []
-    path = sweep.folder / "sweep.png"
-    storage.write_bytes(path, png(sweep_figure(sweep)))
-    return [path]
-
-
-def sweep_figure(sweep: Sweep) -> Figure:
-    """What the swept keys do to the objective on the validation split.
-
-    One key: mean and standard error against its values, with a point a seed. Two keys that form a grid: a heat map of
-    means. Otherwise the best settings by rank.
-    """
-    rows = [row for row in sweep.table if row["state"] == "complete"]
-    if len(sweep.axes) == 1:
-        return _curve(sweep, rows)
-    if len(sweep.axes) == 2 and not any(axis.is_range for axis in sweep.axes):
-        return _heat_map(sweep, rows)
-    return _ranking(sweep, rows[:LISTED])
-
-
-def _objective(sweep: Sweep) -> tuple[str, float]:
-    name, scale = next((name, scale) for name, (key, scale) in FIGURES.items() if key == sweep.objective)
-    return f"validation {name}" + " (%)" * (scale == 100), scale
-
-
-def _values(sweep: Sweep, row: Record, scale: float) -> list[float]:
-    return [seed[sweep.objective] * scale for seed in row["seeds"].values()]
-
-
-def _error_bars(axes: Any, sweep: Sweep, rows: Sequence[Record], places: Sequence[float], upright: bool) -> None:
-    # A grey point a seed; the mean in colour, the best one's in another and of another shape.
-    _, scale = _objective(sweep)
-    for place, row in zip(places, rows, strict=True):
-        values = _values(sweep, row, scale)
-        mean, error = row[sweep.objective]["mean"] * scale, row[sweep.objective]["standard_error"]
-        best = row["rank"] == 1
-        style = {"color": COLOURS[1] if best else COLOURS[0], "capsize": 3, "markersize": 7 if best else 5, "zorder": 3}
-        bar = {"yerr" if upright else "xerr": None if error is None else error * scale}
-        along = [place] * len(values)
-        axes.plot(*((along, values) if upright else (values, along)), "o", color="#999999", markersize=3, alpha=0.7)
-        point = (place, mean) if upright else (mean, place)
-        label = f"best: {setting_title(row['setting'], digits=3)}" if best else None
-        axes.errorbar(*point, **bar, fmt="D" if best else "o", label=label, **style)
-
-
-def _curve(sweep: Sweep, rows: Sequence[Record]) -> Figure:
-    figure, axes = _axes()
-    axis = sweep.axes[0]
-    given = [row["setting"][axis.key] for row in rows]
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in given)
-    places = [float(value) for value in given] if numeric else [float(axis.values.index(value)) for value in given]
-    _error_bars(axes, sweep, rows, places, upright=True)
-    if not axis.is_range:
-        means = sorted((p, row["value"] * _objective(sweep)[1]) for p, row in zip(places, rows, strict=True))
-        axes.plot(*zip(*means, strict=True), color=COLOURS[0], linewidth=1, alpha=0.6 if numeric else 0)
-    if numeric and _wants_log(axis, places):
-        axes.set_xscale("log")
-    if not numeric:
-        axes.set_xticks(range(len(axis.values)), [shown(value) for value in axis.values])
-    axes.set_xlabel(axis.key)
-    axes.set_ylabel(_objective(sweep)[0])
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def _wants_log(axis: Axis, places: Sequence[float]) -> bool:
-    return axis.log or (not axis.is_range and min(places) > 0 and max(places) >= 50 * min(places))
-
-
-def _heat_map(sweep: Sweep, rows: Sequence[Record]) -> Figure:
-    figure, axes = _axes()
-    down, across = sweep.axes
-    label, scale = _objective(sweep)
-    means = np.full((len(down.values), len(across.values)), np.nan)
-    best = (0, 0)
-    for row in rows:
-        place = down.values.index(row["setting"][down.key]), across.values.index(row["setting"][across.key])
-        means[place] = row["value"] * scale
-        best = place if row["rank"] == 1 else best
-    picture = draw_heat_map(axes, means, best, digits=2 if scale == 100 else 3, high=sweep.objective == "accuracy")
-    axes.set_xticks(range(len(across.values)), [shown(value) for value in across.values])
-    axes.set_yticks(range(len(down.values)), [shown(value) for value in down.values])
-    axes.set_xlabel(across.key)
-    axes.set_ylabel(down.key)
-    figure.colorbar(picture, label=label)
-    return figure
-
-
 def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], *, digits: int, high: bool) -> Any:
     """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good."""
     corner = best[1] - 0.5, best[0] - 0.5
@@ -276,16 +180,6 @@ def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], 
             axes.text(x, y, f"{mean:.{digits}f}", ha="center", va="center", fontsize=8, color=colour)
     axes.grid(visible=False)
     return picture
-
-
-def _ranking(sweep: Sweep, rows: Sequence[Record]) -> Figure:
-    figure, axes = _axes(7.2, 1.2 + 0.26 * len(rows))
-    places = [float(place) for place in range(len(rows))]
-    _error_bars(axes, sweep, rows, places, upright=False)
-    axes.set_yticks(places, [setting_title(row["setting"], digits=3) for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(_objective(sweep)[0])
-    return figure
 
 
 def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from peerbayes.errors import InputError
 from peerbayes.evaluation import paired_difference, summarise
-from peerbayes.learning import Sweep
-from peerbayes.learning.space import setting_title, shown
 from peerbayes.reporting.groups import alpha_title
 from peerbayes.reporting.records import Record
 
@@ -199,12 +197,13 @@ def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
             cells = []
             for key, scale in columns.values():
                 values = _values(group, peer, key)
-                cells.append(_cell([value * scale for value in values.values()], scale))
+                cells.append(cell([value * scale for value in values.values()], scale))
             found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"]))
     return found
 
 
-def _cell(values: Sequence[float], scale: float) -> str:
+def cell(values: Sequence[float], scale: float) -> str:
+    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three."""
     summary = summarise(values)
     digits = 2 if scale == 100 else 3
     text = f"{summary.mean:.{digits}f}"
@@ -301,36 +300,3 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
         ).rstrip()
         for line in lines
     ]
-
-
-def sweep_table(sweep: Sweep) -> str:
-    """Return a sweep's settings as plain text: the best first, then what runs elsewhere and what failed."""
-    keys = [axis.key for axis in sweep.axes]
-    lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in FIGURES.items()))]
-    for row in sweep.table:
-        cells = [""] * len(FIGURES)
-        if row["state"] == "complete":
-            seeds = row["seeds"].values()
-            cells = [_cell([seed[key] * scale for seed in seeds], scale) for key, scale in FIGURES.values()]
-        place = str(row["rank"] or row["state"])
-        lines.append((place, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
-    count = len(sweep.seeds)
-    spread = f"mean ± standard error over {count} seeds" if count > 1 else "1 seed"
-    text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *aligned(lines, left=1)]
-    notes = [f"{setting_title(r['setting'])} failed: {r['reason']}" for r in sweep.table if r["state"] == "failed"]
-    if any(row["state"] == "running" for row in sweep.table):
-        notes.append("running: in the hands of another process; the same command shows them when they are done")
-    done = [row for row in sweep.table if row["state"] == "complete"]
-    if len(done) > 1:
-        notes.insert(0, _lead(sweep, *done[:2]))
-    if done:
-        changes = " ".join(f"--set '{change}'" for change in done[0]["changes"])
-        notes.append(f"the best setting for train: {changes}")
-    return "\n".join([*text, "", *notes]).rstrip()
-
-
-def _lead(sweep: Sweep, best: Record, second: Record) -> str:
-    name, scale = next((name, scale) for name, (key, scale) in FIGURES.items() if key == sweep.objective)
-    a, b = ({int(s): v[sweep.objective] * scale for s, v in row["seeds"].items()} for row in (best, second))
-    seeds = f"{len(a)} seed{'s' if len(a) > 1 else ''}"
-    return f"first − second, validation {name}, paired over {seeds}: {paired_difference(a, b).describe()}"
