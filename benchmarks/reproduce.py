@@ -105,9 +105,10 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
         variants[f"{wide}-shared"] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
     gains = [f"recipes/{one}.toml" for one in variants if "gain" in one]
     # With so few components it shows what outliers and blending do for them.
-    ablation = {f"{data}-{network}-coarse-{kind}": f"{base}-{kind}" for kind in (("shared", *more) if more else ())}
-    variants |= {name: (full, ["peers.0.posterior.components=32"]) for name, full in ablation.items()}
-    coarse = {f"{name}-coarse": ["train", *(f"recipes/{one}.toml" for one in ablation), "--seeds", seeds]}
+    ablated = ("shared", *more) if more else ()
+    for kind in ablated:
+        variants[f"{data}-{network}-coarse-{kind}"] = f"{base}-{kind}", ["peers.0.posterior.components=32"]
+    coarse = [f"recipes/{data}-{network}-coarse-{kind}.toml" for kind in ablated]
     judged = runs(recipes[:4])
     stage1, codebook = judged[1:3]
     return {
@@ -115,7 +116,7 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
             {
                 name: ["train", *recipes, "--seeds", seeds],
                 f"{name}-gains": ["train", *gains, "--seeds", seeds],
-                **(coarse if more else {}),
+                **({f"{name}-coarse": ["train", *coarse, "--seeds", seeds]} if coarse else {}),
                 f"{name}-small": ["train", *small],
                 f"{name}-size": ["size", codebook, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small)],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
 from peerbayes.learning.distribution import World, gather_batch
-from peerbayes.learning.perturbing import Perturbation
+from peerbayes.learning.perturbing import Passes, Perturbation
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
@@ -286,8 +286,8 @@ class Cohort:
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         if self.perturb is not None:
-            lanes = self._own_stream, self._forked
-            images = self.perturb(images, number, first, tensors, self.parts.run_plain, self.autocast, *lanes)
+            passes = Passes(tensors, self.parts.run_plain, self.autocast, self._own_stream, self._forked)
+            images = self.perturb(images, number, first, passes)
         if self.teachers is None:
             return images, None
         with torch.no_grad():

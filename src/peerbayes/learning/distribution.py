@@ -298,9 +298,8 @@ class _Gather(torch.autograd.Function):
         ctx.rows = len(tensor)
         gathered = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, tensor.contiguous())
-        return (
-            gathered.clone()
-        )  # see `peerbayes.divergences._KLToFixed`: compiled, what was written to loses its gradient
+        # See `peerbayes.divergences._KLToFixed`: compiled, what was written to loses its gradient.
+        return gathered.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

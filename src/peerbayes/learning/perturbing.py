@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,25 @@ PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
 SEVERAL = (*PAIRS, "bald")  # and those that need more than one
 PICKS = (*PAIRS, "ods", "conf_ods")  # those that pick teachers at random, by their number
 PART = 32  # images of one pair, where the effect of a step is looked at: a batch has one alone
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How networks that do not learn are run at a step.
+
+    Attributes:
+        tensors: of the teachers.
+        run: `run_plain`, or what a compiler has made of it.
+        autocast: the type that networks compute in.
+        lane: see `Teachers.logits`.
+        forked: a context at whose end all lanes have been run.
+    """
+
+    tensors: Sequence[Tensors]
+    run: Pass = run_plain
+    autocast: torch.dtype | None = None
+    lane: Lane = contextlib.nullcontext
+    forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class Perturbation:
@@ -65,46 +85,22 @@ class Perturbation:
                 )
             self.student = student, Plain.of(student)
 
-    def __call__(
-        self,
-        images: Tensor,
-        number: int | Tensor,
-        first: int,
-        tensors: Sequence[Tensors],
-        run: Pass,
-        autocast: torch.dtype | None,
-        lane: Lane = contextlib.nullcontext,
-        forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> Tensor:
+    def __call__(self, images: Tensor, number: int | Tensor, first: int, passes: Passes) -> Tensor:
         """Return the images of step ``number`` moved.
 
         Args:
             images: (B, C, H, W) in [0, 1].
             number: the step's.
             first: number of the first of the images.
-            tensors: of the teachers, at this step.
-            run: `run_plain`, or what a compiler has made of it.
-            autocast: the type that networks compute in.
-            lane: see `Teachers.logits`.
-            forked: a context at whose end all lanes have been run.
+            passes: how networks are run at this step.
         """
         if not images.is_floating_point() or images.dim() != 4:
             raise InputError(f"perturb '{self.kind}' is for images: set stages.*.perturb.kind=none for texts")
         if self.kind == "gaussian":
             return gaussian_step(images, self._address(number), first)
-        return step_along(images, *self.slope(images, number, first, tensors, run, autocast, lane, forked))
+        return step_along(images, *self.slope(images, number, first, passes))
 
-    def slope(
-        self,
-        images: Tensor,
-        number: int | Tensor,
-        first: int,
-        tensors: Sequence[Tensors],
-        run: Pass,
-        autocast: torch.dtype | None,
-        lane: Lane = contextlib.nullcontext,
-        forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> tuple[Tensor, float | Tensor]:
+    def slope(self, images: Tensor, number: int | Tensor, first: int, passes: Passes) -> tuple[Tensor, float | Tensor]:
         """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`."""
         assert self.teachers is not None
         address = self._address(number)
@@ -113,17 +109,18 @@ class Perturbation:
         with torch.enable_grad():
             if self.kind in ("ods", "conf_ods"):
                 one = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
-                p = (teachers.pick(run, moved, tensors, one, autocast) / self.temperature).softmax(-1)
+                said = teachers.pick(passes.run, moved, passes.tensors, one, passes.autocast)
+                p = (said / self.temperature).softmax(-1)
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
                 scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
             elif self.kind == "bald":
-                with forked():
-                    logits = teachers.logits(run, moved, tensors, autocast, lane)
+                with passes.forked():
+                    logits = teachers.logits(passes.run, moved, passes.tensors, passes.autocast, passes.lane)
                 value = _bald(torch.stack(logits).log_softmax(-1))
             else:
-                passes = self._pair(pair(address, len(teachers), images.device), tensors, run, autocast)
-                with forked():
-                    found = [_target_and_logits(one, images, moved, lane, 2 * n) for n, one in enumerate(passes)]
+                pairs = self._pair(pair(address, len(teachers), images.device), passes)
+                with passes.forked():
+                    found = [_target_and_logits(one, images, moved, passes.lane, 2 * n) for n, one in enumerate(pairs)]
                 apart = [_cross_entropy(target, logits) for target, logits in found]
                 value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
@@ -138,7 +135,7 @@ class Perturbation:
         """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs."""
         parts = images.split(PART)
         return torch.cat(
-            [self(part, number + place, 0, tensors, run_plain, autocast) for place, part in enumerate(parts)]
+            [self(part, number + place, 0, Passes(tensors, autocast=autocast)) for place, part in enumerate(parts)]
         )
 
     def effect(self, images: Tensor, number: int, student: Posterior, autocast: torch.dtype | None) -> dict[str, float]:
@@ -156,13 +153,12 @@ class Perturbation:
                 found[f"{who}_{when}"] = mean_pairwise_kl(part).item()
         return found
 
-    def _pair(
-        self, chosen: Tensor, tensors: Sequence[Tensors], run: Pass, autocast: torch.dtype | None
-    ) -> list[Callable[[Tensor, int], Tensor]]:
+    def _pair(self, chosen: Tensor, passes: Passes) -> list[Callable[[Tensor, int], Tensor]]:
         """Return functions of images and 0 or 1: the logits of two teachers and, if asked for, of two members."""
         teachers, found = self.teachers, []
         assert teachers is not None
-        found.append(lambda x, which: teachers.pick(run, x, tensors, chosen[which : which + 1], autocast))
+        run, autocast = passes.run, passes.autocast
+        found.append(lambda x, which: teachers.pick(run, x, passes.tensors, chosen[which : which + 1], autocast))
         if self.student is not None:
             student, plain = self.student
             kept = fixed(student)

@@ -219,6 +219,5 @@ def _index(node: list[Any], head: str, origin: str) -> int:
     by_name = [i for i, item in enumerate(node) if isinstance(item, dict) and item.get("name") == head]
     if by_name:
         return by_name[0]
-    names = [item["name"] for item in node if isinstance(item, dict) and "name" in item]
-    others = ", ".join([*names, "" if names else f"0 to {len(node) - 1}"]).strip(", ")
-    raise InputError(f"{origin}: there is no item '{head}' ({others}, or *)")
+    names = ", ".join(str(item["name"]) for item in node if isinstance(item, dict) and "name" in item)
+    raise InputError(f"{origin}: there is no item '{head}' ({names or f'0 to {len(node) - 1}'}, or *)")

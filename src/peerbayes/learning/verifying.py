@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peerbayes import terms
 from peerbayes.learning.cohort import Clock, Cohort, Parts, learnt, term_value
+from peerbayes.learning.perturbing import Passes
 from peerbayes.learning.teachers import run_plain
 from peerbayes.posteriors import Weights
 
@@ -81,7 +82,7 @@ def _verify_teachers(cohort: Cohort, clock: Clock, made: Parts, reseed: Callable
             tensors = teachers.tensors(clock.step)
             said.append(float(torch.stack(teachers.logits(run, images, tensors, cohort.autocast)).norm()))
         if perturb is not None and perturb.kind != "gaussian":
-            gradient, _ = perturb.slope(images, clock.step, 0, tensors, run, cohort.autocast)
+            gradient, _ = perturb.slope(images, clock.step, 0, Passes(tensors, run, cohort.autocast))
             ways.append(float(gradient.norm()))
     _compare("the teachers to ones whose logits have", said)
     if perturb is not None and ways:

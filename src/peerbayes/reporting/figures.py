@@ -43,6 +43,7 @@ def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]
 
 
 def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
+    """Return a figure of one panel, and its axes."""
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
