@@ -273,11 +273,11 @@ def test_compiled_augmentation_is_the_same(names):
     images = torch.randint(0, 256, (6, 3, 9, 8), dtype=torch.uint8)
     made = compiled(prepare_images, real=False)
     for seed, number in ((3, 0), (3, 1), (3, 12345), (4, 1)):
-        found = made(images, names, seed, torch.tensor(number), 2)
-        eager = prepare_images(images, names, seed, number, 2)
+        found = made(images, names, seed, "data", torch.tensor(number), 2)
+        eager = prepare_images(images, names, seed, "data", number, 2)
         # Angles may round differently, and a pixel with them.
         torch.testing.assert_close(found, eager, rtol=0, atol=1.01 / 255 if names == ["rotate"] else 0.0)
-        assert torch.equal(eager, prepare_images(images, names, seed, torch.tensor(number), 2))
+        assert torch.equal(eager, prepare_images(images, names, seed, "data", torch.tensor(number), 2))
 
 
 @pytest.mark.parametrize("count", [1, 2, 399, 400, 401])

@@ -24,6 +24,7 @@ from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, Run, engine, load_data, load_recipe, packaged, train
+from peerbayes.learning.cohort import Clock
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
@@ -95,6 +96,35 @@ def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, s
         for one in (run, student)
     )
     assert lines == others
+
+
+def seen(recipe, peers, seed, taught=None):
+    """Return what a run learns from in its second epoch, (N, D)."""
+    learner = Learner(recipe, peers, load_data(recipe), seed, teachers=taught)
+    steps, images = learner.steps_per_epoch, []
+    for place in range(steps):
+        learner.feed.prepare(steps + place)
+        learner.cohort.forward(Clock(steps + place, place, 1.0))
+        images.append(learner.cohort.images.flatten(1))
+    return torch.cat(images)
+
+
+def test_a_student_does_not_learn_from_the_crops_that_its_teachers_have_learnt_from(teachers):
+    # Teachers are surer of those than of others, and a student of the same seed would see them in the same epochs.
+    cropped = 'data.augment=["crop", "flip"]'
+    recipe = student_recipe(teachers, 'stages.0.perturb.kind="none"', cropped)
+    taught = build_teachers(Job(recipe, Path("student")), load_data(recipe), torch.device("cpu"))
+    theirs = seen(
+        load_recipe("distillation/digits-resnet8-de4", [*SMALL, cropped]),
+        {name: copy.deepcopy(teachers[name]) for name in teachers},
+        0,
+    )
+    own, other = (
+        seen(recipe, {"student": RankOne(teachers["teacher1"].materialise(), 2)}, seed, taught) for seed in (0, 1)
+    )
+    rows = {tuple(row) for row in theirs.tolist()}
+    common, by_chance = (len(rows & {tuple(row) for row in one.tolist()}) for one in (own, other))
+    assert common < by_chance + 0.1 * len(rows)
 
 
 class Small(nn.Module):

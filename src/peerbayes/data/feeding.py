@@ -1,6 +1,6 @@
 """Training batches in the order of each epoch: gathered on the device, or streamed to it from the host.
 
-The order of epoch ``e`` is ``order(N, Address(seed, "data", "order", e))``, and the batch at place ``p`` of it is
+The order of epoch ``e`` is ``order(N, Address(seed, owner, "order", e))``, and the batch at place ``p`` of it is
 ``order[p * B : (p + 1) * B]``. Both placements hand out exactly that, so they differ in speed and memory only.
 """
 
@@ -43,18 +43,20 @@ class Feed(ABC):
 
     placement: ClassVar[Literal["device", "stream"]]
 
-    def __init__(self, split: Split, batch_size: int, seed: int, device: torch.device, part: tuple[int, int]) -> None:
+    def __init__(
+        self, split: Split, batch_size: int, source: Address, device: torch.device, part: tuple[int, int]
+    ) -> None:
         rank, count = part
         self.batch_size = batch_size // count
         self.steps_per_epoch = len(split) // batch_size
         self._whole = batch_size
         self._begin = rank * self.batch_size
         self._split = split
-        self._seed = seed
+        self._source = source
         self._device = device
 
     def _order(self, epoch: int, device: torch.device) -> Tensor:
-        return order(len(self._split), Address(self._seed, "data", "order", epoch), device)
+        return order(len(self._split), self._source.at(epoch), device)
 
     @abstractmethod
     def prepare(self, step: int) -> None:
@@ -83,8 +85,10 @@ class Resident(Feed):
 
     placement = "device"
 
-    def __init__(self, split: ArraySplit, batch_size: int, seed: int, device: torch.device, part: tuple[int, int]):
-        super().__init__(split, batch_size, seed, device, part)
+    def __init__(
+        self, split: ArraySplit, batch_size: int, source: Address, device: torch.device, part: tuple[int, int]
+    ):
+        super().__init__(split, batch_size, source, device, part)
         self._near = _on_device(split, device)
         self._epoch = -1
         self._index = torch.empty(len(split), dtype=torch.int64, device=device)
@@ -124,8 +128,8 @@ class Streamed(Feed):
 
     placement = "stream"
 
-    def __init__(self, split: Split, batch_size: int, seed: int, device: torch.device, part: tuple[int, int]):
-        super().__init__(split, batch_size, seed, device, part)
+    def __init__(self, split: Split, batch_size: int, source: Address, device: torch.device, part: tuple[int, int]):
+        super().__init__(split, batch_size, source, device, part)
         like, _ = split.batch(torch.zeros(0, dtype=torch.int64), _CPU)
         shape = (self.batch_size, *like.shape[1:])
         labels = 0 if split.labels is None else self.batch_size
@@ -220,6 +224,7 @@ def feed(
     *,
     placement: Placement = "auto",
     part: tuple[int, int] = (0, 1),
+    owner: str = "data",
 ) -> Feed:
     """Return the training batches of a split.
 
@@ -233,6 +238,7 @@ def feed(
             half of a GPU's free memory, and streams image files and mapped arrays otherwise.
         part: (rank, count): this process gets rows ``rank * b`` to ``(rank + 1) * b`` of each batch,
             b = batch_size / count.
+        owner: whose order it is: feeds of one seed have it in common with those of the same owner.
     """
     rank, count = part
     if not 0 <= rank < count:
@@ -246,12 +252,13 @@ def feed(
     if placement not in get_args(Placement):
         raise InputError(f"unknown placement '{placement}'{nearest(placement, get_args(Placement))}")
     device = torch.empty(0, device=device).device  # with its number
+    source = Address(seed, owner, "order")
     if placement == "device" and not isinstance(split, ArraySplit):
         raise InputError(f"placement 'device' needs an array of images, and the files of a {type(split).__name__} are "
                          "decoded on the host, batch by batch: expected 'stream' or 'auto'")  # fmt: skip
     if isinstance(split, ArraySplit) and placement != "stream" and _fits(split, device, forced=placement == "device"):
-        return Resident(split, size, seed, device, part)
-    return Streamed(split, size, seed, device, part)
+        return Resident(split, size, source, device, part)
+    return Streamed(split, size, source, device, part)
 
 
 def _fits(split: ArraySplit, device: torch.device, forced: bool) -> bool:

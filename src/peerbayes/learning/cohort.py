@@ -17,7 +17,7 @@ from peerbayes.learning.perturbing import Passes, Perturbation
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
-from peerbayes.learning.teachers import Teachers, run_plain
+from peerbayes.learning.teachers import Teachers, data_owner, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 from peerbayes.posteriors.modes import kept_buffers
@@ -38,9 +38,11 @@ class Clock:
     epoch: float | Tensor
 
 
-def prepare_images(images: Tensor, names: Sequence[str], seed: int, number: int | Tensor, first: int) -> Tensor:
+def prepare_images(
+    images: Tensor, names: Sequence[str], seed: int, owner: str, number: int | Tensor, first: int
+) -> Tensor:
     """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on."""
-    return to_unit(augment(images, names, Address(seed, "data", "augment", number), first))
+    return to_unit(augment(images, names, Address(seed, owner, "augment", number), first))
 
 
 def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -266,7 +268,8 @@ class Cohort:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
-        prepared = self.parts.prepare_images(images, self.recipe.data.augment, self.seed, clock.step, first)
+        augment, owner = self.recipe.data.augment, data_owner(self.teachers)
+        prepared = self.parts.prepare_images(images, augment, self.seed, owner, clock.step, first)
         self.images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}

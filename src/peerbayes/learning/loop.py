@@ -26,7 +26,7 @@ from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import note_shares
 from peerbayes.learning.stages import StageState, learning_rate, of_term
-from peerbayes.learning.teachers import Teachers
+from peerbayes.learning.teachers import Teachers, data_owner
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
@@ -93,7 +93,13 @@ class Learner:
         self._saved_at = time.monotonic()
         self._kept = False  # whether there is a checkpoint to go back to
         self.feed = feed(
-            data.train, recipe.data.batch_size, seed, self.device, placement=placement, part=(world.rank, world.size)
+            data.train,
+            recipe.data.batch_size,
+            seed,
+            self.device,
+            placement=placement,
+            part=(world.rank, world.size),
+            owner=data_owner(teachers),
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.cohort = Cohort(
