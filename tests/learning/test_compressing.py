@@ -430,3 +430,15 @@ def test_collapsed_scales_are_refused_by_file_and_peer(field, tmp_path):
     with pytest.raises(pb.InputError, match=r"flat\.safetensors: peer 'net': scales of the posterior have collapsed"):
         train(recipe, tmp_path / "x", device="cpu")
     assert not (tmp_path / "x").exists()
+
+
+def test_codebooks_of_networks_of_several_seeds_are_one_row(tmp_path, capsys):
+    for seed in (0, 1):
+        dnn = tmp_path / f"dnn-seed{seed}"
+        train(load_recipe("sharing/digits-resnet8-dnn", ["stages.0.epochs=1"]), dnn, seed=seed, device="cpu")
+        short = ("--set", "stages.0.epochs=1", "--seed", str(seed), *QUIET)
+        run_command(["compress", str(dnn), "--run", str(tmp_path / "shared" / f"seed{seed}"), *short])
+    capsys.readouterr()
+    run_command(["evaluate", str(tmp_path / "shared"), "--draws", "2", "--device", "cpu"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " net " in line]
+    assert "±" in row

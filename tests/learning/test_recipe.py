@@ -384,3 +384,15 @@ def test_character_networks_of_paper_2_have_its_2_million_weights(data, classes)
     for peer in recipe.peers:
         weights = sum(weight.numel() for weight in networks.build(peer.network, inputs).parameters())
         assert round(weights / 1e6) == 2
+
+
+def test_runs_that_follow_the_runs_of_their_own_seeds_have_settings_in_common():
+    def settings(seed, *sources):
+        changes = [f"peers.0.start_from={sources[0]}", f"teachers.runs={list(sources)}"]
+        return load_recipe("distillation/digits-resnet8-kd-de4", changes).settings(seed)
+
+    own = settings(1, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")
+    assert own == settings(12, "runs/dnn-seed12", "runs/seed12/weights-net.safetensors")
+    assert own != settings(2, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")  # another seed's
+    assert settings(1, "runs/dnn-seed12") != settings(2, "runs/dnn-seed22")  # neither's
+    assert settings(1, "runs/a-seed1") != settings(1, "runs/b-seed1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -58,12 +59,34 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """A short hash of the whole recipe: runs that have it in common differ in the seed alone."""
-        return hashlib.blake2b(self.to_toml().encode(), digest_size=4).hexdigest()
+        """A short hash of the whole recipe."""
+        return _hash(self.model_dump(exclude_none=True))
+
+    def settings(self, seed: int) -> str:
+        """Return a short hash that runs have in common if they differ in the seed alone.
+
+        Whoever starts from, or learns from, a run of its own seed has that in common with another seed that does.
+        """
+        table = self.model_dump(exclude_none=True)
+        for peer in table["peers"]:
+            if "start_from" in peer:
+                peer["start_from"] = _without_seed(peer["start_from"], seed)
+        if "teachers" in table:
+            table["teachers"]["runs"] = [_without_seed(run, seed) for run in table["teachers"]["runs"]]
+        return _hash(table)
 
     def to_toml(self) -> str:
         """Return the complete recipe as TOML, defaults filled in."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _hash(table: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(tomli_w.dumps(table).encode(), digest_size=4).hexdigest()
+
+
+def _without_seed(source: str, seed: int) -> str:
+    """Return ``runs/dnn-seed`` of ``runs/dnn-seed3``, where that is the seed."""
+    return re.sub(rf"seed{seed}(?!\d)", "seed", source)
 
 
 def changes_of(recipe: Recipe) -> list[str]:

@@ -93,7 +93,7 @@ def evaluate(
         "versions": run.said("versions"),
         **{key: run.about[key] for key in ("engine", "precision", "packed", "processes") if key in run.about},
         "seconds": run.said("seconds"),
-        "settings": run.recipe.digest,
+        "settings": run.recipe.settings(run.seed),
         "changed": changes_of(run.recipe),
         "draws": draws,
         "settle": settle,
