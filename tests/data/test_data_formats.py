@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as vision
 
-from peerbayes.data import ArraySplit, load, load_images
-from peerbayes.errors import InputError
+from peerbayes.data import ArraySplit, load, load_images, load_outside
+from peerbayes.errors import InputError, PeerbayesWarning
 
 CPU = torch.device("cpu")
 
@@ -476,6 +476,7 @@ def test_bad_folders(tmp_path):
     with pytest.raises(InputError, match="class 'c' is not in the training split"):
         load(base)
     (base / "test" / "c").rename(base / "test" / "b")
+    write_image(base / "test" / "a" / "0.png", 3)
     broken = base / "test" / "b" / "0.png"
     whole = broken.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"text", whole[:60]):
@@ -496,3 +497,19 @@ def test_array_split_checks_what_it_is_given():
         ArraySplit(torch.zeros(3, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(InputError, match="labels must be 3 integers"):
         ArraySplit(torch.zeros(3, 1, 4, 4), torch.zeros(3))
+
+
+def test_a_class_that_is_not_judged_is_told(tmp_path):
+    for place in ("train/a", "train/b", "train/c", "val/b"):
+        write_image(tmp_path / place / "0.png", 0)
+    with pytest.warns(PeerbayesWarning, match="val: has no folder of class 'a' and 1 more$"):
+        found = load(tmp_path)
+    assert found.test.labels.tolist() == [1]
+
+
+def test_what_was_learnt_is_not_outside(recwarn):
+    learnt = load("digits")
+    load_outside("photographs", learnt)
+    assert not recwarn.list
+    with pytest.warns(PeerbayesWarning, match="digits: is the data that was learnt"):
+        load_outside("digits", learnt)

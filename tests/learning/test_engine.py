@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -77,6 +78,23 @@ def test_an_engine_that_fails_is_left_for_the_eager_one_with_a_reason(tmp_path, 
     assert said == ["the compiled engine can't run this cohort, going on eagerly: no compiler here"]
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def test_what_a_compiler_tells_its_authors_is_not_told(tmp_path, monkeypatch):
+    told = []
+
+    def talkative(function):
+        def call(*arguments):
+            if not told:
+                told.append(warnings.warn_explicit("mind me", FutureWarning, "x.py", 1, "torch._inductor.lowering"))
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(engine, "compiled", talkative)
+    *_, learner = trained("compiled", tmp_path)  # warnings are errors here
+    assert learner.engine.name == "compiled"
+    assert told
 
 
 def lost_term(term, options, batch, peer):

@@ -49,16 +49,18 @@ for _verb in (demo, recipes, train, distill, compress, evaluate, size, sweep, fi
 
 @contextlib.contextmanager
 def _spoken_warnings() -> Iterator[None]:
-    """What a person should know is one sentence here, without the line of code that it came from."""
+    """What a person should know is one sentence here, once, without the line of code that it came from."""
+    told: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", PeerbayesWarning)
         before = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, PeerbayesWarning):
-                print(f"peerbayes: {message}", file=sys.stderr)
-            else:
+            if not issubclass(category, PeerbayesWarning):
                 before(message, category, *place, **more)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"peerbayes: {message}", file=sys.stderr)
 
         warnings.showwarning = show
         yield

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from peerbayes.data.splits import FolderSplit, open_rgb
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -61,6 +62,10 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
             raise InputError(f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)})")
         files += found
         labels += [numbers[name]] * len(found)
+    absent = [name for number, name in enumerate(classes) if number not in set(labels)]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        warnings.warn(f"{folder}: has no folder of class '{absent[0]}'{more}", PeerbayesWarning, stacklevel=2)
     return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files[0]))
 
 

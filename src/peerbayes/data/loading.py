@@ -14,6 +14,7 @@ Where data is looked for: the ``root`` argument, else the environment variable `
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from peerbayes.data.sources import (
 )
 from peerbayes.data.splits import ArraySplit, Split, held_out, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
-from peerbayes.errors import InputError, nearest
+from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.networks import WordVectors
 
 
@@ -302,6 +303,9 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
 
     ``name`` and ``root`` as in :func:`load`.
     """
+    if _title(name) == like.name and like.name in names():
+        told = f"{name}: is the data that was learnt, and its test split is in distribution"
+        warnings.warn(told, PeerbayesWarning, stacklevel=2)
     if like.vocabulary is not None:
         return load_texts(name, like.vocabulary, root=root)
     split = load_images(name, root=root, size=like.shape[1])

@@ -74,7 +74,7 @@ class Compiled(Eager):
         """Run a step on one's own, and fail if it fails in any process: those that go on must all go on."""
         failed: BaseException | None = None
         try:
-            with self.cohort.apart():
+            with _quiet(), self.cohort.apart():
                 step()
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             failed = error
@@ -236,9 +236,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    # Gradients are summed on the stream where a parameter was first used, which torch finds worth a warning.
     with warnings.catch_warnings():
+        # Gradients are summed on the stream where a parameter was first used, which torch finds worth a warning.
         warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream.*")
+        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # what a compiler tells its authors
         yield
 
 
