@@ -32,8 +32,6 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
 from peerbayes.sharing import merge_trained
 
-BETWEEN = ("mutual", "weight_diversity", "feature_diversity")  # terms that a peer alone has nothing of
-
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
 
@@ -151,9 +149,10 @@ class Learner:
         self.reporter.stage(
             number + 1, len(self.recipe.stages), stage.epochs, position.stage_step // self.steps_per_epoch
         )
-        for name in BETWEEN if len(self.peers) == 1 else ():
-            if name in stage.terms:
-                self.reporter.warn(f"{name} is between peers, but '{next(iter(self.peers))}' is alone: it does nothing")
+        for term, _ in self.state.terms if len(self.peers) == 1 else ():
+            if term.between_peers:
+                alone = next(iter(self.peers))
+                self.reporter.warn(f"{term.name} is between peers, but '{alone}' is alone: it does nothing")
         started = time.monotonic() - position.seconds
         if position.stage_step < total:
             self._begin_engine()

@@ -23,7 +23,7 @@ def _repel(distance: Tensor, form: Form) -> Tensor:
     return F.softplus(-distance) if form == "softplus" else -distance
 
 
-@term
+@term(between_peers=True)
 def weight_diversity(
     step: Step,
     peer: str,
@@ -82,7 +82,7 @@ def _build_fusion(shapes: Shapes, options: Mapping[str, Any]) -> nn.Module | Non
     return module
 
 
-@term(build=_build_fusion)
+@term(build=_build_fusion, between_peers=True)
 def feature_diversity(
     step: Step,
     peer: str,

@@ -82,7 +82,7 @@ def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[
     return Lesson(edge["teacher"], edge["student"], **own)
 
 
-@term
+@term(between_peers=True)
 def mutual(
     step: Step,
     peer: str,

@@ -37,12 +37,13 @@ ModuleBuilder = Callable[[Shapes, Mapping[str, Any]], nn.Module | None]
 
 @dataclass(frozen=True)
 class Term:
-    """A registered term: its function, a schema of its options, and the builder of its helper, if it has one."""
+    """A registered term: its function, a schema of its options, and what `term` was told of it."""
 
     name: str
     function: TermFunction
     schema: type[Strict]
     build: ModuleBuilder | None = None
+    between_peers: bool = False
 
     def value(self, batch: Batch, peer: str, options: Mapping[str, Any]) -> Tensor:
         """Return the term's scalar for one peer."""
@@ -60,8 +61,8 @@ _BY_PLACE: dict[tuple[str, str], Term] = {}  # by module and name there: two mod
 @overload
 def term(function: F) -> F: ...
 @overload
-def term(*, build: ModuleBuilder) -> Callable[[F], F]: ...
-def term(function: Any = None, *, build: ModuleBuilder | None = None) -> Any:
+def term(*, build: ModuleBuilder | None = None, between_peers: bool = False) -> Callable[[F], F]: ...
+def term(function: Any = None, *, build: ModuleBuilder | None = None, between_peers: bool = False) -> Any:
     """Make a function available in recipes under its name, and as ``package.module:name`` wherever it can be imported.
 
     The function takes ``(step, peer, *, options...)`` and returns one scalar; its keyword-only arguments, with their
@@ -71,13 +72,14 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None) -> Any:
         function: the term.
         build: makes a trainable helper for a peer, reached as ``step.module(peer)``; its parameters join that peer's
             optimiser for the stage. A helper whose attribute ``shared`` is true serves all peers.
+        between_peers: it compares a peer with others, so a peer that is alone has nothing of it, and is told so.
     """
     if function is None:
-        return lambda found: _register(found, build)
-    return _register(function, build)
+        return lambda found: _register(found, build, between_peers)
+    return _register(function, build, between_peers)
 
 
-def _register(function: Any, build: ModuleBuilder | None) -> Any:
+def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -> Any:
     name = function.__name__
     parameters = inspect.signature(function).parameters.values()
     hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
@@ -87,7 +89,7 @@ def _register(function: Any, build: ModuleBuilder | None) -> Any:
             kind = hints.get(parameter.name, type(parameter.default))
             fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     schema = create_model(name, __base__=Strict, **fields)
-    _TERMS[name] = _BY_PLACE[_place(function)] = Term(name, function, schema, build)
+    _TERMS[name] = _BY_PLACE[_place(function)] = Term(name, function, schema, build, between_peers)
     return function
 
 
