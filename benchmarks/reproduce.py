@@ -56,11 +56,22 @@ def mutual() -> dict[str, Table]:
         )
         for thrift in THRIFTS
     }
+    books = [f"recipes/{one}.toml" for one in variants]
     return {
         first: Table({first: ["train", rows[0]]}),
-        name: Table({name: ["train", *rows]}, needs=[first]),
+        name: Table(
+            {name: ["train", *rows], f"{name}-outside": ["evaluate", *runs(rows), "--ood", "cifar10"]}, needs=[first]
+        ),
         pairs: Table({pairs: ["train", *orders]}, needs=[first]),
-        small: Table({small: ["train", *(f"recipes/{one}.toml" for one in variants)]}, variants, needs=[name]),
+        small: Table(
+            {
+                small: ["train", *books],
+                f"{small}-size": ["size", runs(books)[0], "--evaluate"],
+                f"{small}-outside": ["evaluate", *runs(books), "--ood", "cifar10"],
+            },
+            variants,
+            needs=[name],
+        ),
     }
 
 
@@ -70,15 +81,16 @@ def distillation() -> dict[str, Table]:
     students = [f"{base}-{student}-de4" for student in ("kd", "latentbe", "latentbe-tdiv-sdiv")]
     short = ("kd", "latentbe", "latentbe-tdiv-sdiv", "latentbe-conf-ods", "be", "ae-kd", "proxy-end2", "latentbe-bald")
     variants = {f"{student}-60": (f"{base}-{student}-de4", ["stages.0.epochs=60"]) for student in short}
-    teachers, members = f"{name}-de4", runs(students[1:])
+    teachers, judged, members = f"{name}-de4", runs([f"{base}-de4", *students]), runs(students[1:])
     figures = {f"{name}-{kind}": ["figure", kind, *members] for kind in ("line", "diversity", "perturbations")}
     return {
         teachers: Table({teachers: ["train", f"{base}-de4"]}),
         name: Table(
             {
                 name: ["train", *students],
-                f"{name}-corrupted": ["evaluate", *runs([f"{base}-de4", *students]), "--corrupted", "made"],
+                f"{name}-corrupted": ["evaluate", *judged, "--corrupted", "made"],
                 f"{name}-averaged": ["evaluate", *members, "--averaged"],
+                f"{name}-entropy": ["figure", "entropy", *judged, "--ood", "cifar100"],
                 **figures,
             },
             needs=[teachers],
