@@ -375,7 +375,7 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
         merge, _, again = way.partition(", ")
         network = student["student"].average(merge)
         if again:
-            recalibrate(network, data.train)
+            recalibrate(network, data.train, augment=student.recipe.data.augment)
         with torch.no_grad():
             logits = network.eval()(to_unit(data.test.images))
         assert figures["nll"] == pytest.approx(float(F.cross_entropy(logits, data.test.labels)), rel=1e-4)

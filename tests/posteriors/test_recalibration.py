@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from members import images
 from torch import nn
 
@@ -57,6 +58,21 @@ def test_recalibration_mixes_a_split_that_is_stored_class_by_class():
     whole = (x / 4).transpose(0, 1).flatten(1).var(1)
     torch.testing.assert_close(network.norm.running_var, whole, rtol=0.1, atol=0)
     torch.testing.assert_close(network.norm.running_mean, (x / 4).mean((0, 2, 3)))
+
+
+def test_recalibration_takes_the_statistics_of_crops():
+    x = 0.5 + 0.5 * images(400, seed=3).abs().clamp(max=1)  # bright: black borders show
+    network, split = Normed(), ArraySplit(x, torch.zeros(400, dtype=torch.int64))
+    recalibrate(network, split, batch_size=100, augment=["crop", "flip"])
+    torch.manual_seed(0)
+    size, moved = x.shape[-1], []
+    for image in F.pad(x, (1, 1, 1, 1)):  # by one pixel, as they are small
+        top, left = torch.randint(3, (2,)).tolist()
+        moved.append(image[:, top : top + size, left : left + size])
+    crops = torch.stack(moved).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(network.norm.running_mean, crops.mean(1), rtol=0.05, atol=0)
+    torch.testing.assert_close(network.norm.running_var, crops.var(1), rtol=0.05, atol=0)
+    assert (network.norm.running_mean < 0.9 * x.mean()).all()
 
 
 def test_recalibration_that_fails_leaves_the_statistics_as_they_were():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ def judge_averages(
     student: RankOne,
     name: str,
     loaded: Dataset,
+    augment: Sequence[str],
     predict: Predict,
     judge: Callable[[Tensor, Tensor | None], Record],
 ) -> dict[str, Record]:
@@ -30,6 +31,7 @@ def judge_averages(
         student: where it is; it is not changed.
         name: its name.
         loaded: the data set.
+        augment: how the training images were augmented, as they are for new statistics of batch-norm.
         predict: makes log-probabilities.
         judge: makes figures of those of the test split and, where there is one, the validation split.
     """
@@ -38,7 +40,7 @@ def judge_averages(
         network = student.average(merge)
         for way in (merge, f"{merge}, {RECALIBRATED}"):
             if way != merge:
-                recalibrate(network, loaded.train)
+                recalibrate(network, loaded.train, augment=augment)
             one = Point(network)
             held = None if loaded.validation is None else predict(one, name, loaded.validation)
             found[way] = judge(predict(one, name, loaded.test), held)

@@ -78,7 +78,7 @@ def evaluate(
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
         if averaged and isinstance(posterior, RankOne):
-            found["averaged"] = judge_averages(posterior, name, loaded, predict, judge)
+            found["averaged"] = judge_averages(posterior, name, loaded, run.recipe.data.augment, predict, judge)
         peers.append(found)
         log_probabilities.append(log_p)
         held.append(valid)
