@@ -22,9 +22,10 @@ import peerbayes as pb
 from commands import QUIET, called, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.learning import Learner, Recipe, Reporter, Run, engine, load_data, load_recipe, packaged, train
 from peerbayes.learning.cohort import Clock
+from peerbayes.learning.run import network_inputs
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
@@ -98,33 +99,54 @@ def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, s
     assert lines == others
 
 
-def seen(recipe, peers, seed, taught=None):
-    """Return what a run learns from in its second epoch, (N, D)."""
-    learner = Learner(recipe, peers, load_data(recipe), seed, teachers=taught)
-    steps, images = learner.steps_per_epoch, []
+def seen(run):
+    """Return what a run has learnt from in its second epoch, as rows."""
+    data, number = load_data(run.recipe), run.about["generation"]
+    learner = Learner(
+        change_terms(run.recipe),
+        {"net": Point(networks.build("resnet8", network_inputs(data)))},
+        data,
+        run.seed,
+        generation=number,
+    )
+    steps, rows = learner.steps_per_epoch, set()
     for place in range(steps):
         learner.feed.prepare(steps + place)
         learner.cohort.forward(Clock(steps + place, place, 1.0))
-        images.append(learner.cohort.images.flatten(1))
-    return torch.cat(images)
+        rows |= {tuple(row) for row in learner.cohort.images.flatten(1).tolist()}
+    return rows
 
 
-def test_a_student_does_not_learn_from_the_crops_that_its_teachers_have_learnt_from(teachers):
+def change_terms(recipe):
+    """Return the recipe with the likelihood alone, for a network that nobody teaches."""
+    plain = load_recipe("distillation/digits-resnet8-base")
+    return plain.model_copy(update={"data": recipe.data})
+
+
+def test_nobody_learns_from_the_crops_that_its_teachers_and_theirs_have_learnt_from(place, teachers):
     # Teachers are surer of those than of others, and a student of the same seed would see them in the same epochs.
-    cropped = 'data.augment=["crop", "flip"]'
-    recipe = student_recipe(teachers, 'stages.0.perturb.kind="none"', cropped)
-    taught = build_teachers(Job(recipe, Path("student")), load_data(recipe), torch.device("cpu"))
-    theirs = seen(
-        load_recipe("distillation/digits-resnet8-de4", [*SMALL, cropped]),
-        {name: copy.deepcopy(teachers[name]) for name in teachers},
-        0,
-    )
-    own, other = (
-        seen(recipe, {"student": RankOne(teachers["teacher1"].materialise(), 2)}, seed, taught) for seed in (0, 1)
-    )
-    rows = {tuple(row) for row in theirs.tolist()}
-    common, by_chance = (len(rows & {tuple(row) for row in one.tolist()}) for one in (own, other))
-    assert common < by_chance + 0.1 * len(rows)
+    def student_of(run, name):
+        changes = [*SMALL, f"teachers.runs=['{run.folder}']", "stages.0.epochs=1"]
+        recipe = load_recipe("distillation/digits-resnet8-kd-de4", changes)
+        return train(recipe, place / name, seed=run.seed, device="cpu")
+
+    child = student_of(teachers, "child")
+    grandchild = student_of(child, "grandchild")
+    other = train(teachers.recipe, place / "other", seed=1, device="cpu", overrides=["stages.0.epochs=1"])
+    assert [run.about["generation"] for run in (teachers, child, grandchild, other)] == [0, 1, 2, 0]
+    rows = [seen(run) for run in (teachers, child, grandchild, other)]
+    by_chance = len(rows[0] & rows[3])
+    assert by_chance < 0.2 * len(rows[0])
+    for one, two in itertools.combinations(rows, 2):
+        assert len(one & two) < by_chance + 0.1 * len(rows[0])
+    # All students of one teacher see the same, so that they can be compared.
+    assert seen(student_of(teachers, "sibling")) == rows[1]
+
+
+def test_a_teacher_that_has_learnt_the_validation_images_is_told(teachers, tmp_path):
+    recipe = student_recipe(teachers, "data.validation=500")
+    with pytest.warns(PeerbayesWarning, match="trained with data.validation=1000, here it is 500: it may have learnt"):
+        build_teachers(Job(recipe, tmp_path / "run"), load_data(recipe), torch.device("cpu"))
 
 
 class Small(nn.Module):
@@ -416,7 +438,7 @@ def test_a_teachers_recipe_may_leave_its_network_and_members_to_teachers_of_its_
 
 def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     path = teachers.folder / "weights-teacher2.safetensors"
-    changes = [f"teachers.runs=['{path}']", "stages.0.perturb.kind=ods"]
+    changes = [f"teachers.runs=['{path}']", "stages.0.perturb.kind=ods", "data.validation=1000"]
     recipe = fitted_to_teachers(load_recipe("distillation/latentbe", changes))
     assert recipe.peers[0].posterior.members == 1
     data = load_data(recipe)

@@ -13,7 +13,8 @@ from torch import nn
 import peerbayes as pb
 from commands import save_npz, write_small
 from peerbayes.errors import InputError
-from peerbayes.learning import ConsoleReporter, How, Job, Reporter, train_jobs
+from peerbayes.learning import ConsoleReporter, How, Job, Reporter, load_data, load_recipe, train_jobs
+from peerbayes.learning.sources import build_peers
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +170,22 @@ def test_networks_of_one_pack_normalise_as_their_own_recipes_say(place, tmp_path
     network, image = pb.load(tmp_path / "other")["only"].network, torch.full((1, 3, 8, 8), 0.7)
     expected = (0.7 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(network.normalize(image)[0, :, 0, 0], expected)
+
+
+def test_a_peer_does_not_begin_where_the_network_began_that_another_one_starts_from(tmp_path):
+    # Both are called "scratch" in the recipes, and would be twins.
+    def built(recipe):
+        return build_peers(Job(recipe, tmp_path / "run"), load_data(recipe), torch.device("cpu"))
+
+    dnn = load_recipe("mutual/digits-dnn", "stages.0.epochs=1")
+    begun = built(dnn)["scratch"].mean
+    pb.train(dnn, tmp_path / "dnn", device="cpu")
+    changes = [f"peers.pretrained.start_from={tmp_path / 'dnn'}"]
+    vanilla, dml = (built(load_recipe(f"mutual/digits-{name}", changes)) for name in ("vanilla", "dml"))
+
+    def alike(one, two):
+        return abs(float(torch.nn.functional.cosine_similarity(one.detach(), two.detach(), dim=0)))
+
+    assert alike(begun, vanilla["pretrained"].mean) > 0.5
+    assert alike(begun, vanilla["scratch"].mean) < 0.05
+    assert torch.equal(vanilla["scratch"].mean, dml["scratch"].mean)  # methods can be compared

@@ -396,3 +396,8 @@ def test_runs_that_follow_the_runs_of_their_own_seeds_have_settings_in_common():
     assert own != settings(2, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")  # another seed's
     assert settings(1, "runs/dnn-seed12") != settings(2, "runs/dnn-seed22")  # neither's
     assert settings(1, "runs/a-seed1") != settings(1, "runs/b-seed1")
+
+
+def test_an_augmentation_twice_is_refused():
+    with pytest.raises(InputError, match=r"data\.augment: each augmentation may be named once, not flip, crop, flip"):
+        load_recipe(OURS, 'data.augment=["flip", "crop", "flip"]')

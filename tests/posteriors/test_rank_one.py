@@ -466,3 +466,17 @@ def test_wrong_members_and_merges_are_one_clear_error():
         posterior.materialise(3)
     with pytest.raises(InputError, match="merge is 'median'"):
         posterior.average("median")
+
+
+def test_no_class_is_settled_before_all_members_have_spoken():
+    # The first nine of twenty say one class, the others the other: in their order they are no sample of all.
+    posterior = RankOne(nn.Linear(2, 2, bias=False), 20)
+    with torch.no_grad():
+        posterior.mean.copy_(6 * torch.eye(2).flatten())
+        for number, own in enumerate(posterior.deviations):
+            views = posterior.factor_layout.views(own)
+            views["r"].copy_(torch.tensor([0.0, -1.0] if number < 9 else [-1.0, 0.0]))
+    for settle in (0.05, 0.4):
+        found = posterior.predict(torch.ones(3, 2), settle=settle)
+        assert (found.probabilities.argmax(-1) == 1).all()
+        assert (found.draws == 20).all()

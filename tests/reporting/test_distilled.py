@@ -35,7 +35,7 @@ evaluation = { draws = 1 }
 PEERS
 [[stages]]
 epochs = 2
-optimizer = { name = "sgd", lr = 0.1 }
+optimizer = { name = "sgd", lr = 0.05 }
 STAGE
 """
 TEACHERS = """peers = [

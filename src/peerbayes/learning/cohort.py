@@ -17,7 +17,7 @@ from peerbayes.learning.perturbing import Passes, Perturbation
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
-from peerbayes.learning.teachers import Teachers, data_owner, run_plain
+from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 from peerbayes.posteriors.modes import kept_buffers
@@ -36,6 +36,15 @@ class Clock:
     step: int | Tensor
     place: int | Tensor
     epoch: float | Tensor
+
+
+def data_owner(generation: int) -> str:
+    """Return whose order and augmentation of images a run has, by the trainings that lie behind it.
+
+    Teachers, and networks that another run starts from, have learnt from just the crops of that seed and epoch. Of those
+    they are surer than of others, and say less about them.
+    """
+    return f"data {generation}" if generation else "data"
 
 
 def prepare_images(
@@ -125,6 +134,7 @@ class Cohort:
         world: the processes that share a batch.
         synchronise: terms that compare the images of a batch see those of all processes.
         teachers: who do not learn.
+        generation: trainings that lie behind this one.
         look: called with the names of figures and the figures, means over the processes, before they lead to an update.
     """
 
@@ -140,8 +150,10 @@ class Cohort:
         synchronise: bool = False,
         look: Callable[[Sequence[str], Tensor], None] = lambda _keys, _figures: None,
         teachers: Teachers | None = None,
+        generation: int = 0,
     ) -> None:
         self.recipe, self.peers, self.feed, self.seed = recipe, peers, feed, seed
+        self.data_owner = data_owner(generation)
         self.train_size, self.autocast, self.world, self.look = train_size, autocast, world, look
         self.batch_size = feed.batch_size * world.size
         self.gather = (lambda tensor: gather_batch(tensor, world)) if synchronise and world.size > 1 else None
@@ -268,8 +280,8 @@ class Cohort:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
-        augment, owner = self.recipe.data.augment, data_owner(self.teachers)
-        prepared = self.parts.prepare_images(images, augment, self.seed, owner, clock.step, first)
+        augment = self.recipe.data.augment
+        prepared = self.parts.prepare_images(images, augment, self.seed, self.data_owner, clock.step, first)
         self.images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}

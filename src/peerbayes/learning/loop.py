@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.data import Dataset, Placement, feed
 from peerbayes.errors import InputError, TrainingError, reason
-from peerbayes.learning.cohort import Cohort
+from peerbayes.learning.cohort import Cohort, data_owner
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.looks import Looks
@@ -26,7 +26,7 @@ from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import note_shares
 from peerbayes.learning.stages import StageState, learning_rate, of_term
-from peerbayes.learning.teachers import Teachers, data_owner
+from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
@@ -54,6 +54,7 @@ class Learner:
         world: the processes that share each batch.
         synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
         teachers: who do not learn, on the peers' device.
+        generation: trainings that lie behind this one, which has an order and an augmentation of its own.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Learner:
         world: World = ALONE,
         synchronise: bool = False,
         teachers: Teachers | None = None,
+        generation: int = 0,
     ) -> None:
         if data.classes < 2:
             raise InputError(f"{data.name}: {_one_class(data)}, expected two or more")
@@ -97,7 +99,7 @@ class Learner:
             self.device,
             placement=placement,
             part=(world.rank, world.size),
-            owner=data_owner(teachers),
+            owner=data_owner(generation),
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.cohort = Cohort(
@@ -111,6 +113,7 @@ class Learner:
             synchronise,
             **{"look": self._check} if self.device.type == "cpu" else {},
             teachers=teachers,
+            generation=generation,
         )
         self.engine: Eager = ENGINES[pick(engine, self.device)](self.cohort, self.steps_per_epoch)
         self._probe = Probe(self.cohort, data)

@@ -52,6 +52,7 @@ class _About(Table):
     """What is looked for in run.json; all but the seed come from finished runs alone."""
 
     seed: int
+    generation: int = 0
     finished: bool = False
     inputs: _Inputs | None = None
     hardware: str = ""

@@ -18,7 +18,7 @@ from peerbayes.learning.how import How
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.run import environment, network_inputs, read_json, write_text
-from peerbayes.learning.sources import Job
+from peerbayes.learning.sources import Job, generation
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.posteriors import Posterior, Shared
@@ -40,6 +40,7 @@ class Session:
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
+        self.generation = generation(job, taught=teachers is not None)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
         options = how.learner_options(self.device)
@@ -54,6 +55,7 @@ class Session:
             save=self._save,
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
+            generation=self.generation,
             **options,
         )
         self.found = stamp(self.folder) if resume else None
@@ -87,6 +89,7 @@ class Session:
                     stale.unlink()
             self.about = {
                 "seed": job.seed,
+                "generation": self.generation,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
                 **environment(self.device),

@@ -55,6 +55,8 @@ class Data(Strict):
         for name in names:
             if name not in AUGMENTATIONS:
                 raise ValueError(f"there is no augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
+        if len(set(names)) < len(names):  # the second one has the noise of the first
+            raise ValueError(f"each augmentation may be named once, not {', '.join(names)}")
         return names
 
 

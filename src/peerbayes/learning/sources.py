@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +13,10 @@ import torch
 
 from peerbayes import networks
 from peerbayes.data import Dataset, Vocabulary
-from peerbayes.errors import InputError, OptionError, within
+from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.learning.perturbing import SEVERAL
 from peerbayes.learning.recipe import Recipe, is_recipe, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at
+from peerbayes.learning.run import Run, default_folder, network_inputs, peers_at, read_json
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.stages import seeded
@@ -47,18 +49,54 @@ def require_seed(seed: Any) -> None:
         raise InputError(f"seed is {seed!r}, expected a whole number that is 0 or more")
 
 
-def build_peer(peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device) -> Posterior:
-    """Build one peer's posterior; its initial weights are a function of (seed, peer). Its source has been trained."""
+def generation(job: Job, taught: bool = False) -> int:
+    """Return how many trainings lie behind a run: one more than behind what it starts from and whom it learns from.
+
+    Initial weights, order and augmentation depend on it, not only on the seed. Otherwise a peer would begin where a
+    network of its name began that another peer starts from, and a student would see the crops of its teachers.
+
+    Args:
+        job: what it starts from has been trained; where it has begun itself, it stays what it was.
+        taught: whether it learns from teachers that the recipe does not name.
+    """
+    if (job.folder / "run.json").is_file():
+        return _generation_at(job.folder)
+    started = (source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers)
+    behind = [_generation_at(_folder_of(one)) for one in (*started, *teacher_sources(job)) if one is not None]
+    return max([*behind, 0 if taught else -1]) + 1
+
+
+def _folder_of(source: Path | Job) -> Path:
+    if isinstance(source, Job):
+        return source.folder
+    return source.parent if source.suffix == ".safetensors" else source
+
+
+def _generation_at(folder: Path) -> int:
+    with contextlib.suppress(InputError):  # not that of a run: whoever needs more of it will say so
+        found = read_json(folder / "run.json").get("generation", 0)
+        return found if isinstance(found, int) else 0
+    return 0
+
+
+def build_peer(
+    peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device, generation: int = 0
+) -> Posterior:
+    """Build one peer's posterior; its initial weights are a function of (seed, peer, generation).
+
+    Its source has been trained.
+    """
     source = source_of(peer, recipe, seed, runs)
     if isinstance(source, Job):
         source = _only_weights(Run(source.folder), peer)
     if source is not None:
         _refuse_other_words(source.parent, loaded)
+        _warn_of_known(source.parent, recipe)
     inputs = network_inputs(loaded)
     if isinstance(peer.posterior, SharedOptions):
         return _shared(peer, peer.posterior, source, loaded, seed, device)
     start: torch.nn.Module | Path | None = None
-    with seeded(Address(seed, peer.name, "initial")):
+    with seeded(Address(seed, peer.name, f"initial {generation}" if generation else "initial")):
         network = networks.build(peer.network, inputs)
         if source is not None:
             start = networks.starting_point(peer.network, inputs, source)
@@ -125,9 +163,10 @@ def shared_of(
 
 
 def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
+    """Build all peers of a job."""
+    number, runs = generation(job), job.folder.parent
     return {
-        peer.name: build_peer(peer, job.recipe, loaded, job.seed, job.folder.parent, device)
-        for peer in job.recipe.peers
+        peer.name: build_peer(peer, job.recipe, loaded, job.seed, runs, device, number) for peer in job.recipe.peers
     }
 
 
@@ -195,6 +234,7 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)
         _refuse_strangers(run, loaded)
+        _warn_of_known(run.folder, job.recipe)
         found += [run[name].to(device) for name in names]
     return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
 
@@ -207,6 +247,20 @@ def _refuse_strangers(run: Run, loaded: Dataset) -> None:
     if shape != tuple(loaded.shape):
         raise InputError(f"teacher {run.folder}: takes inputs of shape {shape}, but {loaded.name} has {loaded.shape}")
     _refuse_other_words(run.folder, loaded)
+
+
+def _warn_of_known(folder: Path, recipe: Recipe) -> None:
+    """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
+    if not (folder / "recipe.toml").is_file():
+        return
+    theirs, own = Run(folder).recipe.data, recipe.data
+    if own.validation and theirs.name == own.name and theirs.validation != own.validation:
+        warnings.warn(
+            f"{folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may have "
+            "learnt validation images, which the best epoch and temperatures are chosen by",
+            PeerbayesWarning,
+            stacklevel=2,
+        )
 
 
 def _refuse_other_words(folder: Path, loaded: Dataset) -> None:

@@ -60,14 +60,6 @@ def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dt
         return posterior.run_network(images, named, plain.network).float()
 
 
-def data_owner(teachers: Teachers | None) -> str:
-    """Return whose order and augmentation of images a run has.
-
-    Students have their own: teachers of the same seed have learnt from just these crops, and say less about them.
-    """
-    return "data" if teachers is None else "data of students"
-
-
 Pass = Callable[[Plain, Tensor, Tensors, torch.dtype | None], Tensor]
 Lane = Callable[[str], AbstractContextManager[Any]]  # of a pass, by name: it may run beside those in other lanes
 

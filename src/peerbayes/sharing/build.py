@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerbayes.data import Split, to_unit
+from peerbayes.data import Split, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Codebook, MeanField
@@ -206,7 +206,7 @@ def gradient_statistic(posterior: MeanField, split: Split, *, seed: int = 0, bat
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)
     address = Address(seed, posterior.name, "gradient statistic")
-    parts = torch.arange(len(split)).split(batch_size)
+    parts = order(len(split), address.sub("order")).split(batch_size)  # stored class by class, slopes would add up
     with evaluating(posterior):
         for number, index in enumerate(parts):
             images, labels = split.batch(index, posterior.device)
