@@ -41,8 +41,8 @@ class Clock:
 def data_owner(generation: int) -> str:
     """Return whose order and augmentation of images a run has, by the trainings that lie behind it.
 
-    Teachers, and networks that another run starts from, have learnt from just the crops of that seed and epoch. Of those
-    they are surer than of others, and say less about them.
+    Teachers, and networks that another run starts from, have learnt from just the crops of that seed and epoch. They
+    are surer of those than of others, and say less about them.
     """
     return f"data {generation}" if generation else "data"
 
