@@ -163,6 +163,20 @@ def test_a_rank_one_teacher_gives_its_members_in_turn_or_their_average():
     torch.testing.assert_close(found, plain(averaged)(x.double()).float()[None], rtol=1e-4, atol=1e-5)
 
 
+def test_every_two_members_of_a_rank_one_teacher_meet():
+    member = RankOne(network(), 4, factors="random")
+    teachers = Teachers([member], draws=2, seed=5)
+    all_of_them = [member.member(number).flat for number in range(4)]
+    met = {}
+    for step in range(300):
+        for at in (step, torch.tensor(step)):
+            drawn = [own.flat for own in teachers.tensors(at)]
+            two = tuple(next(n for n, flat in enumerate(all_of_them) if torch.equal(flat, one)) for one in drawn)
+        met[two] = met.get(two, 0) + 1
+    assert len(met) == 12  # all ordered pairs, none of a member with itself
+    assert max(met.values()) < 3 * min(met.values())
+
+
 def test_teachers_are_copies_that_do_not_learn():
     given = [*points(2), MeanField(network(2))]
     before = [state(posterior) for posterior in given]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne
 
 
@@ -95,8 +95,16 @@ class Teachers:
         for place, number in self.places:
             posterior = self.posteriors[place]
             address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
+            if isinstance(posterior, RankOne) and 1 < self.draws < posterior.members:
+                address = self._of_some_member(address, posterior, step, number)
             found.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
         return found
+
+    def _of_some_member(self, address: Address, posterior: RankOne, step: int | Tensor, number: int) -> Address:
+        """Return where a draw of a member at random lies, others than those of the step's other draws."""
+        # In turn, the first and the second of four would meet, and the third and the fourth, but never others.
+        mixed = permutation(Address(self.seed, address.owner, "members", step), posterior.members, posterior.device)
+        return address.at(address.number * posterior.members + mixed[number])
 
     def logits(
         self,
