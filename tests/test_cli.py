@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import peerbayes
@@ -720,3 +721,13 @@ def test_a_circle_of_sources_is_refused(capsys, tmp_path):
         (tmp_path / f"{one}.toml").write_text(text)
     assert ended("train", tmp_path / "a.toml", "--run", tmp_path / "r", "--device", "cpu", "-q") == 2
     assert "leads back to" in capsys.readouterr().err
+
+
+def test_a_warning_is_told_once(tmp_path, capsys):
+    for place in ("train/a", "train/b", "val/a"):
+        (tmp_path / "data" / place).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "data" / place / f"{number}.png")
+    words = change(f"data.name={tmp_path / 'data'}", "data.classes=2", "data.validation=0", "stages.0.epochs=1")
+    called("train", "mutual/digits-dnn", "--run", tmp_path / "run", *words, *QUIET)
+    assert capsys.readouterr().err.count("has no folder of class 'b'") == 1

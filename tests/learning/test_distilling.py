@@ -23,8 +23,19 @@ from commands import QUIET, called, change, contents, process, refused
 from peerbayes import cli, networks
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.errors import InputError, PeerbayesWarning
-from peerbayes.learning import Learner, Recipe, Reporter, Run, engine, load_data, load_recipe, packaged, train
-from peerbayes.learning.cohort import Clock
+from peerbayes.learning import (
+    Learner,
+    Recipe,
+    Reporter,
+    Run,
+    engine,
+    jobs,
+    load_data,
+    load_recipe,
+    packaged,
+    session,
+    train,
+)
 from peerbayes.learning.run import network_inputs
 from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers, run_plain
@@ -99,48 +110,57 @@ def test_a_distillation_that_is_interrupted_ends_with_the_same_bytes(teachers, s
     assert lines == others
 
 
-def seen(run):
-    """Return what a run has learnt from in its second epoch, as rows."""
-    data, number = load_data(run.recipe), run.about["generation"]
-    learner = Learner(
-        change_terms(run.recipe),
-        {"net": Point(networks.build("resnet8", network_inputs(data)))},
-        data,
-        run.seed,
-        generation=number,
-    )
-    steps, rows = learner.steps_per_epoch, set()
-    for place in range(steps):
-        learner.feed.prepare(steps + place)
-        learner.cohort.forward(Clock(steps + place, place, 1.0))
-        rows |= {tuple(row) for row in learner.cohort.images.flatten(1).tolist()}
-    return rows
+@pytest.fixture
+def seen(monkeypatch):
+    """What runs have learnt from in their second epochs, as rows, by their folders."""
+    found = {}
+
+    class Watched(Learner):
+        def step(self):
+            super().step()
+            if self.position.step // self.steps_per_epoch == 1:
+                rows = found.setdefault(self.place, set())
+                rows |= {tuple(row) for row in self.cohort.images.flatten(1).tolist()}
+
+    class Session(session.Session):
+        def __init__(self, job, *arguments, **options):
+            super().__init__(job, *arguments, **options)
+            self.learner.place = job.folder.name
+
+    monkeypatch.setattr(session, "Learner", Watched)
+    monkeypatch.setattr(jobs, "Session", Session)
+    return found
 
 
-def change_terms(recipe):
-    """Return the recipe with the likelihood alone, for a network that nobody teaches."""
-    plain = load_recipe("distillation/digits-resnet8-base")
-    return plain.model_copy(update={"data": recipe.data})
-
-
-def test_nobody_learns_from_the_crops_that_its_teachers_and_theirs_have_learnt_from(place, teachers):
+def test_nobody_learns_from_the_crops_that_its_teachers_and_theirs_have_learnt_from(tmp_path, seen):
     # Teachers are surer of those than of others, and a student of the same seed would see them in the same epochs.
-    def student_of(run, name):
-        changes = [*SMALL, f"teachers.runs=['{run.folder}']", "stages.0.epochs=1"]
-        recipe = load_recipe("distillation/digits-resnet8-kd-de4", changes)
-        return train(recipe, place / name, seed=run.seed, device="cpu")
+    short = ["stages.0.epochs=3", *SMALL]
+    recipe = load_recipe("distillation/digits-resnet8-de4", short)
 
-    child = student_of(teachers, "child")
-    grandchild = student_of(child, "grandchild")
-    other = train(teachers.recipe, place / "other", seed=1, device="cpu", overrides=["stages.0.epochs=1"])
-    assert [run.about["generation"] for run in (teachers, child, grandchild, other)] == [0, 1, 2, 0]
-    rows = [seen(run) for run in (teachers, child, grandchild, other)]
-    by_chance = len(rows[0] & rows[3])
+    def student_of(run, name):
+        taught = load_recipe("distillation/digits-resnet8-kd-de4", [*short, f"teachers.runs=['{run.folder}']"])
+        return train(taught, tmp_path / name, seed=run.seed, device="cpu")
+
+    def from_python(run, name):
+        network = networks.build("resnet8", network_inputs(load_data(run.recipe)))
+        pb.distill([run], into=network, recipe="distillation/kd", run=tmp_path / name, overrides=short)
+        return Run(tmp_path / name, {"student": network})
+
+    runs = [train(recipe, tmp_path / "teachers", device="cpu")]
+    runs.append(student_of(runs[0], "child"))
+    runs.append(student_of(runs[1], "grandchild"))
+    runs.append(from_python(runs[2], "by hand"))
+    runs.append(from_python(runs[3], "and again"))
+    assert [run.about["generation"] for run in runs] == [0, 1, 2, 3, 4]
+    train(recipe, tmp_path / "other", seed=1, device="cpu")
+    rows = [seen[name] for name in ("teachers", "child", "grandchild", "by hand", "and again")]
+    by_chance = len(rows[0] & seen["other"])
     assert by_chance < 0.2 * len(rows[0])
     for one, two in itertools.combinations(rows, 2):
         assert len(one & two) < by_chance + 0.1 * len(rows[0])
     # All students of one teacher see the same, so that they can be compared.
-    assert seen(student_of(teachers, "sibling")) == rows[1]
+    student_of(runs[0], "sibling")
+    assert seen["sibling"] == seen["child"]
 
 
 def test_a_teacher_that_has_learnt_the_validation_images_is_told(teachers, tmp_path):

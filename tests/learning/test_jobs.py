@@ -14,7 +14,7 @@ import peerbayes as pb
 from commands import save_npz, write_small
 from peerbayes.errors import InputError
 from peerbayes.learning import ConsoleReporter, How, Job, Reporter, load_data, load_recipe, train_jobs
-from peerbayes.learning.sources import build_peers
+from peerbayes.learning.sources import build_peers, generation
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,8 @@ def test_networks_of_one_pack_normalise_as_their_own_recipes_say(place, tmp_path
 def test_a_peer_does_not_begin_where_the_network_began_that_another_one_starts_from(tmp_path):
     # Both are called "scratch" in the recipes, and would be twins.
     def built(recipe):
-        return build_peers(Job(recipe, tmp_path / "run"), load_data(recipe), torch.device("cpu"))
+        job = Job(recipe, tmp_path / "run")
+        return build_peers(job, load_data(recipe), torch.device("cpu"), generation(job))
 
     dnn = load_recipe("mutual/digits-dnn", "stages.0.epochs=1")
     begun = built(dnn)["scratch"].mean
@@ -189,3 +190,24 @@ def test_a_peer_does_not_begin_where_the_network_began_that_another_one_starts_f
     assert alike(begun, vanilla["pretrained"].mean) > 0.5
     assert alike(begun, vanilla["scratch"].mean) < 0.05
     assert torch.equal(vanilla["scratch"].mean, dml["scratch"].mean)  # methods can be compared
+
+
+def test_a_fit_of_what_was_trained_is_the_next_generation(given):
+    run = pb.fit(**given)
+    again = pb.fit(**given | {"run": given["run"].parent / "again"})  # trained in place
+    taken = pb.fit(**given | {"peers": {"a": run["a"]}, "run": given["run"].parent / "taken"})
+    own = pb.MeanField(net(), start_from=again["a"])
+    third = pb.fit(**given | {"peers": {"a": own}, "run": given["run"].parent / "third"})
+    assert [one.about["generation"] for one in (run, again, taken, third)] == [0, 1, 1, 2]
+
+
+def test_weights_to_start_from_may_lie_beside_a_recipe(tmp_path):
+    dnn = pb.train(load_recipe("mutual/digits-dnn", "stages.0.epochs=1"), tmp_path / "dnn", device="cpu")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.toml").write_text("title = 'of mine'")
+    start = shutil.copy(dnn.weights_file("scratch"), tmp_path / "mine" / "start.safetensors")
+    recipe = load_recipe("mutual/digits-vanilla", f"peers.pretrained.start_from={start}")
+    job = Job(recipe, tmp_path / "run")
+    peers = build_peers(job, load_data(recipe), torch.device("cpu"), generation(job))
+    assert generation(job) == 1
+    assert torch.equal(peers["pretrained"].mean, dnn["scratch"].mean)

@@ -386,16 +386,16 @@ def test_character_networks_of_paper_2_have_its_2_million_weights(data, classes)
         assert round(weights / 1e6) == 2
 
 
-def test_runs_that_follow_the_runs_of_their_own_seeds_have_settings_in_common():
-    def settings(seed, *sources):
+def test_runs_that_follow_the_runs_of_their_own_seeds_have_a_digest_in_common():
+    def digest(seed, *sources):
         changes = [f"peers.0.start_from={sources[0]}", f"teachers.runs={list(sources)}"]
-        return load_recipe("distillation/digits-resnet8-kd-de4", changes).settings(seed)
+        return load_recipe("distillation/digits-resnet8-kd-de4", changes).digest_of_seed(seed)
 
-    own = settings(1, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")
-    assert own == settings(12, "runs/dnn-seed12", "runs/seed12/weights-net.safetensors")
-    assert own != settings(2, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")  # another seed's
-    assert settings(1, "runs/dnn-seed12") != settings(2, "runs/dnn-seed22")  # neither's
-    assert settings(1, "runs/a-seed1") != settings(1, "runs/b-seed1")
+    own = digest(1, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")
+    assert own == digest(12, "runs/dnn-seed12", "runs/seed12/weights-net.safetensors")
+    assert own != digest(2, "runs/dnn-seed1", "runs/seed1/weights-net.safetensors")  # another seed's
+    assert digest(1, "runs/dnn-seed12") != digest(2, "runs/dnn-seed22")  # neither's
+    assert digest(1, "runs/a-seed1") != digest(1, "runs/b-seed1")
 
 
 def test_an_augmentation_twice_is_refused():

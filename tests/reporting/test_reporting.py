@@ -618,6 +618,18 @@ def test_runs_with_other_settings_are_never_averaged_as_if_they_were_seeds():
     assert [len(group) for group in tables.grouped([one, two, other]).values()] == [2, 1]
 
 
+def test_runs_from_one_source_and_runs_from_sources_of_their_own_seeds_are_seeds():
+    def row(seed, source, own):
+        return record("dnn", seed, (0.9,), settings=source, settings_of_seed=own)
+
+    one_source = [row(0, "from 0", "from own"), row(1, "from 0", "from 0"), row(2, "from 0", "from 0")]
+    own_sources = [row(seed, f"from {seed}", "from own") for seed in range(3)]
+    for rows in (one_source, own_sources):
+        assert [len(group) for group in tables.grouped(rows).values()] == [3]
+    mixed = [row(0, "from 1", "from 1"), row(1, "from 2", "from 2")]
+    assert [len(group) for group in tables.grouped(mixed).values()] == [1, 1]
+
+
 def test_runs_of_a_folder_come_by_their_numbers(tmp_path):
     alphas = ["dnn", "r-alpha0-seed0", "r-alpha0.25-seed0", "r-alpha0.5-seed2", "r-alpha0.5-seed10", "r-alpha2-seed0"]
     names = [*alphas, "r-alpha2-seed0-more", "r-alpha10-seed0"]

@@ -54,7 +54,8 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
     numbers = {name: number for number, name in enumerate(classes)}
     files: list[str] = []
     labels: list[int] = []
-    for name in class_names(folder):
+    present = class_names(folder)
+    for name in present:
         if name not in numbers:
             raise InputError(f"{folder / name}: class '{name}' is not in the training split")
         found = image_files(folder / name)
@@ -62,7 +63,7 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
             raise InputError(f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)})")
         files += found
         labels += [numbers[name]] * len(found)
-    absent = [name for number, name in enumerate(classes) if number not in set(labels)]
+    absent = sorted(set(classes).difference(present))
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         warnings.warn(f"{folder}: has no folder of class '{absent[0]}'{more}", PeerbayesWarning, stacklevel=2)

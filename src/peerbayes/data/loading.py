@@ -303,7 +303,7 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
 
     ``name`` and ``root`` as in :func:`load`.
     """
-    if _title(name) == like.name and like.name in names():
+    if name == like.name and name in names():
         told = f"{name}: is the data that was learnt, and its test split is in distribution"
         warnings.warn(told, PeerbayesWarning, stacklevel=2)
     if like.vocabulary is not None:

@@ -27,6 +27,7 @@ from peerbayes.learning.sources import (
     build_peers,
     build_teachers,
     fitted_to_teachers,
+    generation,
     untrained_sources,
 )
 from peerbayes.learning.teachers import Teachers
@@ -84,7 +85,8 @@ def fit(
     if not _is_finished(job, reporter):
         check_outside(found, loaded, settings.root)
         taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
-        session = Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught)
+        number = generation(job, [*peers.values(), *teachers])
+        session = Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught, generation=number)
         for error in train_wave([session], settings.world).values():
             raise error
     return Run(run, networks_by_peer)
@@ -184,9 +186,10 @@ def _train_in_waves(
             data = loaded(job.recipe, job.folder)
             voice = reporter if len(wave) == 1 else reporter.beside(job.folder.name)
             taught = build_teachers(job, data, device)
-            peers = build_peers(job, data, device)
+            number = generation(job)
+            peers = build_peers(job, data, device, number)
             goes_on = resume or job.folder in begun
-            sessions.append(Session(job, peers, data, goes_on, voice, how, len(wave), taught))
+            sessions.append(Session(job, peers, data, goes_on, voice, how, len(wave), taught, number))
         found |= {wave[place].folder: error for place, error in train_wave(sessions, how.world).items()}
         del sessions, taught, peers
         gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own

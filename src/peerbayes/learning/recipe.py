@@ -59,14 +59,11 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """A short hash of the whole recipe."""
+        """A short hash of the whole recipe: runs that have it in common differ in the seed alone."""
         return _hash(self.model_dump(exclude_none=True))
 
-    def settings(self, seed: int) -> str:
-        """Return a short hash that runs have in common if they differ in the seed alone.
-
-        Whoever starts from, or learns from, a run of its own seed has that in common with another seed that does.
-        """
+    def digest_of_seed(self, seed: int) -> str:
+        """Return a short hash that runs have in common that start from, or learn from, runs of their own seeds."""
         table = self.model_dump(exclude_none=True)
         for peer in table["peers"]:
             if "start_from" in peer:

@@ -49,7 +49,7 @@ class _Inputs(Strict):
 
 
 class _About(Table):
-    """What is looked for in run.json; all but the seed come from finished runs alone."""
+    """What is looked for in run.json; hardware, versions and seconds come from finished runs alone."""
 
     seed: int
     generation: int = 0
@@ -158,6 +158,7 @@ class Run(Mapping[str, Posterior]):
             posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
+            posterior.generation = self.about.get("generation", 0)
         return self._loaded[peer]
 
     def _network(self, peer: str) -> nn.Module:

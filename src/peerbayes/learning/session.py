@@ -18,7 +18,7 @@ from peerbayes.learning.how import How
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.run import environment, network_inputs, read_json, write_text
-from peerbayes.learning.sources import Job, generation
+from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.posteriors import Posterior, Shared
@@ -37,10 +37,11 @@ class Session:
         how: How,
         packed: int = 1,
         teachers: Teachers | None = None,
+        generation: int = 0,
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
-        self.generation = generation(job, taught=teachers is not None)
+        self.generation = generation
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
         options = how.learner_options(self.device)
@@ -55,7 +56,7 @@ class Session:
             save=self._save,
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
-            generation=self.generation,
+            generation=generation,
             **options,
         )
         self.found = stamp(self.folder) if resume else None
@@ -116,6 +117,7 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
+            posterior.generation = self.generation
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}

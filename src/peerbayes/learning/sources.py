@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def require_seed(seed: Any) -> None:
         raise InputError(f"seed is {seed!r}, expected a whole number that is 0 or more")
 
 
-def generation(job: Job, taught: bool = False) -> int:
+def generation(job: Job, given: Iterable[Posterior] = ()) -> int:
     """Return how many trainings lie behind a run: one more than behind what it starts from and whom it learns from.
 
     Initial weights, order and augmentation depend on it, not only on the seed. Otherwise a peer would begin where a
@@ -57,13 +57,13 @@ def generation(job: Job, taught: bool = False) -> int:
 
     Args:
         job: what it starts from has been trained; where it has begun itself, it stays what it was.
-        taught: whether it learns from teachers that the recipe does not name.
+        given: peers and teachers that the recipe does not name.
     """
     if (job.folder / "run.json").is_file():
         return _generation_at(job.folder)
     started = (source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers)
     behind = [_generation_at(_folder_of(one)) for one in (*started, *teacher_sources(job)) if one is not None]
-    return max([*behind, 0 if taught else -1]) + 1
+    return max([-1, *behind, *(posterior.generation for posterior in given)]) + 1
 
 
 def _folder_of(source: Path | Job) -> Path:
@@ -80,9 +80,9 @@ def _generation_at(folder: Path) -> int:
 
 
 def build_peer(
-    peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device, generation: int = 0
+    peer: Peer, recipe: Recipe, loaded: Dataset, seed: int, runs: Path, device: torch.device, behind: int = 0
 ) -> Posterior:
-    """Build one peer's posterior; its initial weights are a function of (seed, peer, generation).
+    """Build one peer's posterior; its network's initial weights are a function of (seed, peer, trainings behind).
 
     Its source has been trained.
     """
@@ -96,7 +96,7 @@ def build_peer(
     if isinstance(peer.posterior, SharedOptions):
         return _shared(peer, peer.posterior, source, loaded, seed, device)
     start: torch.nn.Module | Path | None = None
-    with seeded(Address(seed, peer.name, f"initial {generation}" if generation else "initial")):
+    with seeded(Address(seed, peer.name, f"initial {behind}" if behind else "initial")):
         network = networks.build(peer.network, inputs)
         if source is not None:
             start = networks.starting_point(peer.network, inputs, source)
@@ -162,11 +162,11 @@ def shared_of(
     return shared
 
 
-def build_peers(job: Job, loaded: Dataset, device: torch.device) -> dict[str, Posterior]:
-    """Build all peers of a job."""
-    number, runs = generation(job), job.folder.parent
+def build_peers(job: Job, loaded: Dataset, device: torch.device, behind: int = 0) -> dict[str, Posterior]:
+    """Build all peers of a job, by its generation."""
+    runs = job.folder.parent
     return {
-        peer.name: build_peer(peer, job.recipe, loaded, job.seed, runs, device, number) for peer in job.recipe.peers
+        peer.name: build_peer(peer, job.recipe, loaded, job.seed, runs, device, behind) for peer in job.recipe.peers
     }
 
 
@@ -251,10 +251,10 @@ def _refuse_strangers(run: Run, loaded: Dataset) -> None:
 
 def _warn_of_known(folder: Path, recipe: Recipe) -> None:
     """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
-    if not (folder / "recipe.toml").is_file():
-        return
-    theirs, own = Run(folder).recipe.data, recipe.data
-    if own.validation and theirs.name == own.name and theirs.validation != own.validation:
+    own, theirs = recipe.data, None
+    with contextlib.suppress(InputError):  # weights may lie anywhere
+        theirs = Run(folder).recipe.data
+    if theirs is not None and own.validation and theirs.name == own.name and theirs.validation != own.validation:
         warnings.warn(
             f"{folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may have "
             "learnt validation images, which the best epoch and temperatures are chosen by",

@@ -58,8 +58,7 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     for given in map(_with_order, records):
         record, number = given, 1
         while any(
-            r["seed"] == record["seed"] or r.get("settings") != record.get("settings")
-            for r in groups.get(_key(record), [])
+            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(_key(record), [])
         ):
             number += 1
             record = {**given, "method": f"{title(given['method'])} ({number})"}
@@ -70,6 +69,12 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
             for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
                 groups[key] = [{**record, "method": f"{name} ({place})"} for record in groups[key]]
     return groups
+
+
+def _differ_by_seed_alone(one: Record, two: Record) -> bool:
+    """Whether two runs have one recipe, or start from runs of their own seeds each."""
+    own = one.get("settings_of_seed")
+    return one.get("settings") == two.get("settings") or (own is not None and own == two.get("settings_of_seed"))
 
 
 def _places(groups: Sequence[Sequence[Record]]) -> list[str]:

@@ -206,7 +206,7 @@ def gradient_statistic(posterior: MeanField, split: Split, *, seed: int = 0, bat
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)
     address = Address(seed, posterior.name, "gradient statistic")
-    parts = order(len(split), address.sub("order")).split(batch_size)  # stored class by class, slopes would add up
+    parts = order(len(split), address.sub("order")).split(batch_size)  # of one class the slopes would add up
     with evaluating(posterior):
         for number, index in enumerate(parts):
             images, labels = split.batch(index, posterior.device)
