@@ -442,3 +442,12 @@ def test_codebooks_of_networks_of_several_seeds_are_one_row(tmp_path, capsys):
     run_command(["evaluate", str(tmp_path / "shared"), "--draws", "2", "--device", "cpu"])
     (row,) = [line for line in capsys.readouterr().out.splitlines() if " net " in line]
     assert "±" in row
+
+
+def test_a_network_of_ones_own_is_two_trainings_behind_its_codebook(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Linear(32, 10))
+    short = {"data": "digits", "overrides": ["stages.0.epochs=1"]}
+    run = pb.fit({"net": pb.Point(network)}, recipe="sharing/digits-resnet8-dnn", run=tmp_path / "own", **short)
+    pb.compress(run["net"], components=20, run=tmp_path / "small", **short)
+    folders = [tmp_path / name / "run.json" for name in ("own", "small-stage1", "small")]
+    assert [json.loads(path.read_text())["generation"] for path in folders] == [0, 1, 2]

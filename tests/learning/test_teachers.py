@@ -169,9 +169,9 @@ def test_every_two_members_of_a_rank_one_teacher_meet():
     all_of_them = [member.member(number).flat for number in range(4)]
     met = {}
     for step in range(300):
-        for at in (step, torch.tensor(step)):
-            drawn = [own.flat for own in teachers.tensors(at)]
-            two = tuple(next(n for n, flat in enumerate(all_of_them) if torch.equal(flat, one)) for one in drawn)
+        drawn, again = ([own.flat for own in teachers.tensors(at)] for at in (step, torch.tensor(step)))
+        assert all(torch.equal(one, other) for one, other in zip(drawn, again, strict=True))
+        two = tuple(next(n for n, flat in enumerate(all_of_them) if torch.equal(flat, one)) for one in drawn)
         met[two] = met.get(two, 0) + 1
     assert len(met) == 12  # all ordered pairs, none of a member with itself
     assert max(met.values()) < 3 * min(met.values())

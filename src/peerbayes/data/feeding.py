@@ -38,6 +38,7 @@ class Feed(ABC):
     Attributes:
         placement: where the images are kept: on the ``device``, or on the host, from where they ``stream``.
         batch_size: images in a batch of this process.
+        owner: whose order it is.
         steps_per_epoch: batches in an epoch; a last batch that is smaller is left out.
     """
 
@@ -52,6 +53,7 @@ class Feed(ABC):
         self._whole = batch_size
         self._begin = rank * self.batch_size
         self._split = split
+        self.owner = source.owner
         self._source = source
         self._device = device
 

@@ -38,15 +38,6 @@ class Clock:
     epoch: float | Tensor
 
 
-def data_owner(generation: int) -> str:
-    """Return whose order and augmentation of images a run has, by the trainings that lie behind it.
-
-    Teachers, and networks that another run starts from, have learnt from just the crops of that seed and epoch. They
-    are surer of those than of others, and say less about them.
-    """
-    return f"data {generation}" if generation else "data"
-
-
 def prepare_images(
     images: Tensor, names: Sequence[str], seed: int, owner: str, number: int | Tensor, first: int
 ) -> Tensor:
@@ -134,7 +125,6 @@ class Cohort:
         world: the processes that share a batch.
         synchronise: terms that compare the images of a batch see those of all processes.
         teachers: who do not learn.
-        generation: trainings that lie behind this one.
         look: called with the names of figures and the figures, means over the processes, before they lead to an update.
     """
 
@@ -150,10 +140,8 @@ class Cohort:
         synchronise: bool = False,
         look: Callable[[Sequence[str], Tensor], None] = lambda _keys, _figures: None,
         teachers: Teachers | None = None,
-        generation: int = 0,
     ) -> None:
         self.recipe, self.peers, self.feed, self.seed = recipe, peers, feed, seed
-        self.data_owner = data_owner(generation)
         self.train_size, self.autocast, self.world, self.look = train_size, autocast, world, look
         self.batch_size = feed.batch_size * world.size
         self.gather = (lambda tensor: gather_batch(tensor, world)) if synchronise and world.size > 1 else None
@@ -281,7 +269,7 @@ class Cohort:
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
         augment = self.recipe.data.augment
-        prepared = self.parts.prepare_images(images, augment, self.seed, self.data_owner, clock.step, first)
+        prepared = self.parts.prepare_images(images, augment, self.seed, self.feed.owner, clock.step, first)
         self.images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}

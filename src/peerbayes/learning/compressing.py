@@ -145,8 +145,8 @@ def _compressed(
     # What does not fit is found here, before anything is trained, or gradients are taken.
     Learner(recipe, {peer.name: blank}, data, seed, engine="eager", world=told.get("world", ALONE)).feed.close()
     if not isinstance(posterior, MeanField):
-        scales = MeanField(network, seed=seed, name=peer.name, **scaled.model_dump(exclude={"kind"}))
-        scales.generation, posterior = posterior.generation, scales
+        options_of_scales = scaled.model_dump(exclude={"kind"})
+        posterior = MeanField(network, start_from=posterior, seed=seed, name=peer.name, **options_of_scales)
         done = fit({peer.name: posterior}, recipe=first, run=_before(folder), resume=True, **told)
         posterior = done[peer.name].to(posterior.device)
         assert isinstance(posterior, MeanField)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.data import Dataset, Placement, feed
 from peerbayes.errors import InputError, TrainingError, reason
-from peerbayes.learning.cohort import Cohort, data_owner
+from peerbayes.learning.cohort import Cohort
 from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.looks import Looks
@@ -99,7 +99,8 @@ class Learner:
             self.device,
             placement=placement,
             part=(world.rank, world.size),
-            owner=data_owner(generation),
+            # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
+            owner=f"data {generation}" if generation else "data",
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.cohort = Cohort(
@@ -113,7 +114,6 @@ class Learner:
             synchronise,
             **{"look": self._check} if self.device.type == "cpu" else {},
             teachers=teachers,
-            generation=generation,
         )
         self.engine: Eager = ENGINES[pick(engine, self.device)](self.cohort, self.steps_per_epoch)
         self._probe = Probe(self.cohort, data)

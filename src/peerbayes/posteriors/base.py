@@ -88,7 +88,8 @@ class Posterior(nn.Module):
         super().__init__()
         self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
-        self.generation = _generation(start_from)
+        # that of the run that has trained it: -1 for none, 0 for one that is not known
+        self.generation: int = -1 if start_from is None else getattr(start_from, "generation", 0)
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):
@@ -378,11 +379,6 @@ def _release_recurrent_weights(network: nn.Module) -> None:
                     if hook in (_refresh_recurrent_weights, _forget_recurrent_weights):
                         del hooks[key]
                         module._forward_hooks_always_called.pop(key, None)
-
-
-def _generation(start_from: Any) -> int:
-    """Return that of the run that a posterior was trained by: −1 for none, 0 for one that is not known."""
-    return -1 if start_from is None else getattr(start_from, "generation", 0)
 
 
 def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:

@@ -322,9 +322,9 @@ def _settle(
         total[here] = torch.logaddexp(total[here], log_p)
         entropy[here] += _entropy(log_p)
         spent[active] += 1
-        settled = referee.settled(here, log_p.exp(), total[here]).cpu()
+        settled = referee.settled(here, log_p.exp(), total[here])
         if (number + 1) % posterior.members == 0:  # these come in order: some of them are no sample of all
-            active = active[~settled]
+            active = active[~settled.cpu()]
         if len(active) == 0:
             break
     assert total is not None

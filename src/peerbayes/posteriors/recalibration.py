@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from peerbayes import data
-from peerbayes.data import Split, order
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors.inputs import prepared
@@ -19,7 +18,7 @@ from peerbayes.posteriors.modes import evaluating
 
 @torch.no_grad()
 def recalibrate(
-    network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
+    network: nn.Module, batches: data.Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
 ) -> nn.Module:
     """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
 
@@ -42,7 +41,7 @@ def recalibrate(
     if not isinstance(batches, Iterable):
         split = batches
         # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
-        mixed = order(len(split), Address(0, "data", "recalibrate"))
+        mixed = data.order(len(split), Address(0, "data", "recalibrate"))
         batches = (split.batch(part, device) for part in mixed.split(batch_size))
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
