@@ -17,10 +17,10 @@ import peerbayes as pb
 from commands import refused
 from peerbayes import cli
 from peerbayes.learning import Learner, load_recipe, train
+from peerbayes.learning.building import blank_shared, build_peer
 from peerbayes.learning.compressing import compression
 from peerbayes.learning.recipe import packaged
 from peerbayes.learning.run import load_data
-from peerbayes.learning.sources import blank_shared, build_peer
 from peerbayes.posteriors import MeanField, Shared, storage
 from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
 

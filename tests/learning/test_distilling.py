@@ -36,8 +36,9 @@ from peerbayes.learning import (
     session,
     train,
 )
+from peerbayes.learning.building import build_teachers
 from peerbayes.learning.run import network_inputs
-from peerbayes.learning.sources import Job, build_teachers, fitted_to_teachers
+from peerbayes.learning.sources import Job, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
 from peerbayes.reporting import text_table

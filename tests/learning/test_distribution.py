@@ -19,7 +19,8 @@ from torch import nn
 
 from peerbayes import divergences
 from peerbayes.errors import InputError
-from peerbayes.learning.distribution import ALONE, World, gather_batch, joined, restarted, synchronise_batch_norm
+from peerbayes.learning.distribution import ALONE, World, joined, restarted
+from peerbayes.learning.whole_batch import gather_batch, synchronise_batch_norm
 from peerbayes.posteriors import MeanField
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")

@@ -14,7 +14,8 @@ import peerbayes as pb
 from commands import save_npz, write_small
 from peerbayes.errors import InputError
 from peerbayes.learning import ConsoleReporter, How, Job, Reporter, load_data, load_recipe, train_jobs
-from peerbayes.learning.sources import build_peers, generation
+from peerbayes.learning.building import build_peers
+from peerbayes.learning.sources import generation
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from peerbayes import networks, terms
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, TrainingError, checkpoints, train
+from peerbayes.learning.building import build_peer
 from peerbayes.learning.cohort import Clock
 from peerbayes.learning.position import Position
 from peerbayes.learning.settings import Stage
 from peerbayes.learning.shares import note_shares
-from peerbayes.learning.sources import build_peer
 from peerbayes.learning.stages import learning_rate
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point

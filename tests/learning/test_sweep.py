@@ -608,7 +608,8 @@ def test_optuna_is_not_imported_before_a_sweep(driver):
 TAKER = """
 from pathlib import Path
 from peerbayes.learning.space import Axis
-from peerbayes.learning.study import Study, require_optuna
+from peerbayes.learning.study import Study
+from peerbayes.learning.study_storage import require_optuna
 require_optuna()
 folder = Path(words[0])
 (folder / f"ready-{words[1]}").touch()

@@ -12,8 +12,8 @@ from peerbayes import networks
 from peerbayes.data import ArraySplit
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point, prediction
-from peerbayes.posteriors.prediction import _Referee
+from peerbayes.posteriors import MeanField, Point, prediction, watching
+from peerbayes.posteriors.settling import Referee
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -435,7 +435,7 @@ def test_draws_at_once_keep_within_the_memory_they_are_given(most, monkeypatch):
     close(together, apart, rtol=1e-5, atol=1e-6)
 
 
-class Count(prediction.Watcher):
+class Count(watching.Watcher):
     def __init__(self):
         self.told = []
 
@@ -451,7 +451,7 @@ class Count(prediction.Watcher):
 def test_a_watcher_is_told_of_every_pass_of_every_image(at_once, settle, monkeypatch):
     monkeypatch.setitem(prediction.TOGETHER, "cpu", 10**6 if at_once else 0)
     count, found = Count(), posterior()
-    with prediction.watched(count):
+    with watching.watched(count):
         made = found.predict(images(), 6, batch_size=3, settle=settle)
         Point(Net()).predict(images(), 6)
     found.predict(images(), 6)  # nobody watches any more
@@ -652,7 +652,7 @@ def simulate(referee_level, draws, count, make, seed=0):
         p = make(count, generator)
         log_p = p.log()
         total = log_p if total is None else torch.logaddexp(total, log_p)
-        referee = referee or _Referee(log_p, referee_level)
+        referee = referee or Referee(log_p, referee_level)
         done = referee.settled(here, p, total) & (settled < 0)
         settled = torch.where(done, total.argmax(1), settled)
     return settled
@@ -689,7 +689,7 @@ def test_capital_against_a_tied_rival_is_a_fair_game():
     count, rounds = 40_000, 12
     generator = torch.Generator().manual_seed(1)
     start = torch.tensor([[0.0, -9.0, -9.0]]).expand(count, 3)
-    referee, here = _Referee(start, 1e-6), torch.arange(count)
+    referee, here = Referee(start, 1e-6), torch.arange(count)
     lead = torch.tensor([[1e6, 1.0, 1.0]]).expand(count, 3)
     referee.settled(here, start.exp(), lead)
     for _ in range(rounds):
@@ -705,11 +705,11 @@ def test_capital_against_a_tied_rival_is_a_fair_game():
 def test_a_new_leader_starts_again_with_a_stricter_level():
     level, sure = 0.05, torch.eye(3)
     first, second = sure[:1], sure[1:2]
-    referee, here = _Referee(first, level), torch.tensor([0])
+    referee, here = Referee(first, level), torch.tensor([0])
 
     def wins_needed(start):
         enough = math.pi**2 / 6 * start**2 / level
-        return next(n for n in range(99) if sum((1 + s) ** n for s in _Referee.STAKES) / 4 >= enough)
+        return next(n for n in range(99) if sum((1 + s) ** n for s in Referee.STAKES) / 4 >= enough)
 
     referee.settled(here, first, first)
     for _ in range(wins_needed(1) - 1):

@@ -13,8 +13,8 @@ from peerbayes import networks
 from peerbayes.bench.plan import PREDICTED
 from peerbayes.bench.timing import Bench, Cohorts, Measured
 from peerbayes.learning import Recipe, load_recipe
+from peerbayes.learning.building import build_peer
 from peerbayes.learning.run import network_inputs
-from peerbayes.learning.sources import build_peer
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import RankOne
 

@@ -16,8 +16,8 @@ from peerbayes.bench.plan import EPOCH, Plan
 from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, load_recipe
+from peerbayes.learning.building import build_peer
 from peerbayes.learning.engine import Name
-from peerbayes.learning.sources import build_peer
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import Posterior, prediction
 

@@ -35,7 +35,7 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
         return
     from rich.progress import Progress
 
-    from peerbayes.posteriors.prediction import Watcher, watched
+    from peerbayes.posteriors.watching import Watcher, watched
 
     progress = Progress(console=console, transient=True)
     task = progress.add_task("predicting")

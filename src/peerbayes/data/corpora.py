@@ -11,20 +11,18 @@ Classes are numbered as they are named, or else by the numbers in the files, or 
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peerbayes.data.rows import Items, csv_items, json_items, refuse_encoding
 from peerbayes.data.sources import find, source
 from peerbayes.errors import InputError
-
-LABELS = ("label", "category", "class", "class index", "intent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,124 +57,6 @@ class Corpus:
     class_names: tuple[str, ...] | None = None
 
 
-# ---- rows of files --------------------------------------------------------------------------------------------------
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV file that are not blank, with their numbers from 1."""
-    number = 0
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.reader(file, strict=True), start=1):
-                if row:
-                    yield number, row
-    except UnicodeDecodeError:
-        _refuse_encoding(path)
-    except csv.Error as error:
-        raise InputError(f"{path}, row {number + 1}: cannot be read as CSV ({error})") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    if not number:
-        raise InputError(f"{path}: the file is empty, expected one row a text")
-
-
-def _refuse_encoding(path: Path) -> NoReturn:
-    # The decoder reads ahead in blocks: the line is looked for again.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                wrong = line[error.start]
-                raise InputError(f"{path}, line {number}: expected UTF-8, found the byte 0x{wrong:02x}") from None
-    raise InputError(f"{path}: expected UTF-8")
-
-
-@dataclass(frozen=True)
-class _Columns:
-    label: int | None
-    texts: tuple[int, ...]
-    width: int
-    numbered: bool  # without a header: class numbers from 1
-
-    @classmethod
-    def of(cls, path: Path, row: Sequence[str], labelled: bool) -> _Columns:
-        """Return what the first row says; unless texts have to be ``labelled``, a column ``text`` will do."""
-        if row[0].strip().isdecimal():
-            if len(row) < 2:
-                raise InputError(f"{path}, row 1: expected a class number and a text, found one column")
-            return cls(0, tuple(range(1, len(row))), len(row), numbered=True)
-        header = [name.strip().lower() for name in row]
-        label = next((header.index(name) for name in LABELS if name in header), None)
-        if label is None and (labelled or "text" not in header):
-            raise InputError(f"{path}, row 1: expected a class number, or a header with a column "
-                             f"{', '.join(map(repr, LABELS[:-1]))} or {LABELS[-1]!r}; "
-                             f"found {', '.join(map(repr, row))[:120]}")  # fmt: skip
-        others = [place for place in range(len(header)) if place != label]
-        texts = [header.index("text")] if "text" in header else others
-        if not texts:
-            raise InputError(f"{path}, row 1: expected a column 'text' beside {row[0]!r}")
-        return cls(label, tuple(texts), len(row), numbered=False)
-
-
-@dataclass
-class _Items:
-    """The texts of one file, or of one list in it, with their labels as they are written."""
-
-    path: Path
-    part: str = ""
-    numbered: bool = False  # class numbers from 1
-    rows: list[int] = field(default_factory=list)
-    labels: list[str | int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-    def add(self, row: int, label: str | int, text: str) -> None:
-        self.rows.append(row)
-        self.labels.append(label)
-        self.texts.append(text)
-
-    def where(self, place: int) -> str:
-        return f"{self.path}, row {self.rows[place]}{self.part}"
-
-
-def _csv_items(path: Path, labelled: bool = True) -> _Items:
-    columns: _Columns | None = None
-    items = _Items(path)
-    for number, row in _rows(path):
-        if columns is None:
-            columns = _Columns.of(path, row, labelled)
-            if not columns.numbered:
-                continue
-        if len(row) != columns.width:
-            raise InputError(f"{path}, row {number}: expected {columns.width} columns as in row 1, found {len(row)}")
-        text = " ".join(row[place] for place in columns.texts)
-        label = "" if columns.label is None else row[columns.label].strip()
-        if columns.numbered:
-            text = text.replace("\\n", "\n")  # as the official files write a new line
-            if not label.isdecimal():
-                raise InputError(f"{path}, row {number}: expected a class number as in row 1, found '{label}'")
-        items.add(number, label, text)
-    if columns is None or not items.rows:
-        raise InputError(f"{path}: expected one row a text, found none")
-    return replace(items, numbered=columns.numbered)
-
-
-def _json_items(path: Path, key: str, listed: Any) -> _Items:
-    if not isinstance(listed, list) or not listed:
-        raise InputError(f"{path}: expected '{key}' as a list of texts with labels")
-    items = _Items(path, f" of '{key}'")
-    for number, entry in enumerate(listed, start=1):
-        pair = (entry.get("text"), entry.get("label")) if isinstance(entry, dict) else entry
-        where = f"{path}, row {number}{items.part}"
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InputError(f"{where}: expected [text, label] or an object with 'text' and 'label'")
-        text, label = pair
-        if not isinstance(text, str) or isinstance(label, bool) or not isinstance(label, str | int):
-            raise InputError(f"{where}: expected a text, and a label that is a name or a number")
-        items.add(number, label, text)
-    return items
-
-
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +70,7 @@ class _Classes:
     first: int
 
     @classmethod
-    def of(cls, items: _Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
+    def of(cls, items: Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
         """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
         found = set(items.labels)
         numbers = {_number(label) for label in found}
@@ -214,7 +94,7 @@ class _Classes:
         some = ", ".join((self.names or ())[:3]) + (", ..." if self.count > 3 else "")
         return f"one of the {self.count} classes ({some})"
 
-    def texts(self, items: _Items) -> Texts:
+    def texts(self, items: Items) -> Texts:
         """Return items with their class numbers; a label that is none is refused by its row."""
         places = {name: place for place, name in enumerate(self.names or ())}
         labels = []
@@ -233,9 +113,9 @@ def _number(label: str | int) -> int | None:
 
 
 def _assemble(
-    train: _Items,
-    test: _Items | None,
-    validation: _Items | None,
+    train: Items,
+    test: Items | None,
+    validation: Items | None,
     names: tuple[str, ...] | None,
     first: int | None,
 ) -> Corpus:
@@ -265,12 +145,12 @@ def read_csv(
         names: the classes, where no ``classes.txt`` lies beside ``train``.
     """
     if not want_train:
-        return Corpus(None, Texts(_csv_items(test or train, labelled=False).texts, None))
+        return Corpus(None, Texts(csv_items(test or train, labelled=False).texts, None))
     listing = train.parent / "classes.txt"
     if listing.is_file():
         names = _listed(listing)
-    items = _csv_items(train)
-    others = [None if path is None else _csv_items(path) for path in (test, validation)]
+    items = csv_items(train)
+    others = [None if path is None else csv_items(path) for path in (test, validation)]
     return _assemble(items, others[0], others[1], names, 1 if items.numbered else None)
 
 
@@ -278,7 +158,7 @@ def _listed(path: Path) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip())
     except UnicodeDecodeError:
-        _refuse_encoding(path)
+        refuse_encoding(path)
 
 
 def is_corpus(path: Path) -> bool:
@@ -306,7 +186,7 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except UnicodeDecodeError:
-        _refuse_encoding(path)
+        refuse_encoding(path)
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -331,12 +211,12 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
     test = "test" if "test" in content else None
 
     if not want_train:
-        return Corpus(None, Texts(_json_items(path, test or train, content[test or train]).texts, None))
+        return Corpus(None, Texts(json_items(path, test or train, content[test or train]).texts, None))
     names = content.get("classes")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InputError(f"{path}: expected 'classes' as a list of names")
-    others = [None if key is None else _json_items(path, key, content[key]) for key in (test, validation)]
-    items = _json_items(path, train, content[train])
+    others = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
+    items = json_items(path, train, content[train])
     return _assemble(items, others[0], others[1], tuple(names) if names else None, 0)
 
 
@@ -385,4 +265,4 @@ def _clinc150_oos(root: Path, want_train: bool) -> Corpus:
     path = find(root, _CLINC, "data_full.json")
     if want_train:
         raise InputError("clinc150-oos has no classes to learn: name it as an out-of-distribution set of clinc150")
-    return Corpus(None, Texts(_json_items(path, "oos_test", _content(path).get("oos_test")).texts, None))
+    return Corpus(None, Texts(json_items(path, "oos_test", _content(path).get("oos_test")).texts, None))

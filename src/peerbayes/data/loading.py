@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from peerbayes import noise
 from peerbayes.data.corpora import Corpus, Texts, is_corpus, read_corpus
+from peerbayes.data.dividing import divided
+from peerbayes.data.known import IMAGENET_STATS
 from peerbayes.data.sources import (
-    IMAGENET_STATS,
     READERS,
     Source,
     Stored,
@@ -37,22 +38,10 @@ from peerbayes.data.sources import (
     read_folder,
     read_npz,
 )
-from peerbayes.data.splits import ArraySplit, Split, held_out, measure
+from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.networks import WordVectors
-
-
-class _Divisible(Protocol):
-    @property
-    def labels(self) -> Tensor | None: ...
-
-    def __len__(self) -> int: ...
-
-    def select(self, index: Tensor) -> Self: ...
-
-
-Part = TypeVar("Part", bound=_Divisible)
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
@@ -195,7 +184,7 @@ def _array_split(part: str, given: Any, classes: int | None) -> ArraySplit:
 
 def _image_data(name: str | Path, found: Source, validation: int | float, size: int | None) -> Dataset:
     parts: tuple[Stored, Stored | None, Stored]
-    parts = _splits(name, found.train, found.validation, found.test, validation)
+    parts = divided(name, found.train, found.validation, found.test, validation)
     train, own, test = parts
     if size is not None:
         _check_size(size)
@@ -218,32 +207,10 @@ def _image_data(name: str | Path, found: Source, validation: int | float, size: 
     )
 
 
-def _splits(
-    name: str | Path, train: Part | None, own: Part | None, test: Part | None, validation: int | float
-) -> tuple[Part, Part | None, Part]:
-    """Return training, validation and test split."""
-    assert train is not None
-    items = "texts" if isinstance(train, Texts) else "images"
-    if test is None:
-        if len(train) < 2:
-            raise InputError(f"{name}: expected at least two {items} to hold out a test split, got {len(train)}")
-        assert train.labels is not None
-        kept, held = held_out(train.labels, max(1, len(train) // 5), "test")
-        train, test = train.select(kept), train.select(held)
-    count = _validation_count(name, validation, len(train), items)
-    if count and own is not None:
-        raise InputError(f"{name} has its own validation split of {len(own)} {items}: leave validation at 0")
-    if count:
-        assert train.labels is not None
-        kept, held = _validation_split(train.labels, count)
-        train, own = train.select(kept), train.select(held)
-    return train, own, test
-
-
 def _text_data(
     name: str | Path, found: Corpus, validation: int | float, options: TextOptions, vocabulary: Vocabulary | None
 ) -> Dataset:
-    train, own, test = _splits(name, found.train, found.validation, found.test, validation)
+    train, own, test = divided(name, found.train, found.validation, found.test, validation)
     vectors = None
     if vocabulary is None:
         vocabulary = Vocabulary.build(train.texts, options)
@@ -344,23 +311,6 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
     hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
     looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
     raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
-
-
-def _validation_split(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    runs = 1 + int((labels[1:] != labels[:-1]).sum())
-    if runs == len(labels.unique()):
-        return held_out(labels, count, "validation")
-    index = torch.arange(len(labels))
-    return index[:-count], index[-count:]
-
-
-def _validation_count(name: str | Path, validation: int | float, total: int, items: str) -> int:
-    if isinstance(validation, float) and not 0 <= validation < 1:
-        raise InputError(f"validation as a fraction must be in [0, 1), got {validation}")
-    count = round(validation * total) if isinstance(validation, float) else int(validation)
-    if not 0 <= count < total:
-        raise InputError(f"validation must leave training {items}: got {validation}, {name} has {total}")
-    return count
 
 
 def _measured_part(train: Stored) -> Stored:

@@ -8,10 +8,11 @@ import torch
 
 from peerbayes.data import Dataset, load_outside
 from peerbayes.errors import InputError
+from peerbayes.learning.building import build_peers, build_teachers
 from peerbayes.learning.distribution import World
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.recipe import Recipe
-from peerbayes.learning.sources import Job, build_peers, build_teachers, rehearsed
+from peerbayes.learning.sources import Job, rehearsed
 
 
 def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:

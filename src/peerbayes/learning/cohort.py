@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from peerbayes import noise, terms
 from peerbayes.data import Feed, augment, to_unit
-from peerbayes.learning.distribution import World, gather_batch
+from peerbayes.learning.distribution import World
 from peerbayes.learning.perturbing import Passes, Perturbation
 from peerbayes.learning.recipe import Recipe
 from peerbayes.learning.shares import norm_and_value
 from peerbayes.learning.stages import SHARED, StageState, set_global_seed
 from peerbayes.learning.teachers import Teachers, run_plain
+from peerbayes.learning.whole_batch import gather_batch
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Weights
 from peerbayes.posteriors.modes import kept_buffers

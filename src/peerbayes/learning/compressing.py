@@ -8,6 +8,7 @@ from typing import Any
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.learning.building import blank_shared, shared_of
 from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import refuse_unknown
@@ -19,7 +20,7 @@ from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.settings import MeanField as MeanFieldOptions
 from peerbayes.learning.settings import Shared as SharedOptions
-from peerbayes.learning.sources import Job, blank_shared, is_trained, require_seed, shared_of, source_of
+from peerbayes.learning.sources import Job, is_trained, require_seed, source_of
 from peerbayes.posteriors import MeanField, Posterior, Shared
 
 RECIPE, FIRST = "sharing/shared", "sharing/stage1"

@@ -13,6 +13,7 @@ import torch
 from peerbayes import data as data_room
 from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
+from peerbayes.learning.building import build_peers, build_teachers
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import How, in_parts, refuse_unknown
@@ -21,15 +22,7 @@ from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, load_data, read_json
 from peerbayes.learning.session import Session, train_wave
 from peerbayes.learning.settings import CUSTOM
-from peerbayes.learning.sources import (
-    DATA_KEYS,
-    Job,
-    build_peers,
-    build_teachers,
-    fitted_to_teachers,
-    generation,
-    untrained_sources,
-)
+from peerbayes.learning.sources import DATA_KEYS, Job, fitted_to_teachers, generation, untrained_sources
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import Posterior
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from peerbayes.data import Dataset, Placement, feed
 from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.learning.cohort import Cohort
-from peerbayes.learning.distribution import ALONE, World, synchronise_batch_norm
+from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import ENGINES, Eager, Name, pick
 from peerbayes.learning.looks import Looks
 from peerbayes.learning.position import Position
@@ -28,6 +28,7 @@ from peerbayes.learning.shares import note_shares
 from peerbayes.learning.stages import StageState, learning_rate, of_term
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
+from peerbayes.learning.whole_batch import synchronise_batch_norm
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior, Shared
 from peerbayes.sharing import merge_trained

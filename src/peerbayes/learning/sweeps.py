@@ -30,7 +30,8 @@ from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, environment, pick_device, slug
 from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
-from peerbayes.learning.study import Claim, Sampler, Study, hide_password, reaching, require_optuna
+from peerbayes.learning.study import Claim, Sampler, Study
+from peerbayes.learning.study_storage import hide_password, reaching, require_optuna
 from peerbayes.posteriors import predict_split, storage
 
 Objective = Literal["nll", "accuracy", "ece"]

@@ -1,8 +1,9 @@
 """Posteriors: what is known about a network's weights."""
 
-from peerbayes.posteriors.base import Posterior, Predicate, Weights, conv_and_linear
+from peerbayes.posteriors.base import Posterior, Weights
 from peerbayes.posteriors.codebook import Codebook
 from peerbayes.posteriors.mean_field import MeanField
+from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
 from peerbayes.posteriors.rank_one import RankOne

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError, OptionError, nearest
+from peerbayes.errors import InputError
 from peerbayes.networks import capture
 from peerbayes.noise import Address
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.parameters import (
+    Predicate,
+    conv_and_linear,
+    first_names,
+    release_recurrent_weights,
+    require_same,
+    take_parameters,
+    under_first_names,
+)
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.prediction import Prediction
 
-Predicate = Callable[[str, nn.Module], bool]
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 Reduction = Literal["sum", "layer_mean"]
 
@@ -35,22 +42,6 @@ class Weights(dict[str, Tensor]):
         super().__init__(tensors)
         self.flat = flat
         self.std = std
-
-
-def conv_and_linear(_name: str, module: nn.Module) -> bool:
-    """The default choice of Bayesian parameters: weights and biases of convolutions, linear and attention layers."""
-    return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
-
-
-def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:
-    """Return the choice of parameters by patterns of their names, such as ``embed*``; each must fit one at least."""
-    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            near = nearest(pattern, names)
-            hint = near if near.startswith("; did") else f"; they have names such as '{names[0]}'" if names else ""
-            raise OptionError(f"bayesian: '{pattern}' fits no trainable parameter{hint}")
-    return lambda name, _module: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Posterior(nn.Module):
@@ -96,8 +87,8 @@ class Posterior(nn.Module):
             raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
         self.network = copy.deepcopy(network)
-        first_names = _first_names(self.network)
-        chosen, others, self.aliases = _take_parameters(self.network, bayesian)
+        homes = first_names(self.network)
+        chosen, others, self.aliases = take_parameters(self.network, bayesian)
         if not chosen and not others:
             raise InputError(
                 f"{type(network).__name__} has no trainable parameters; if it is a posterior's network, the posterior "
@@ -107,7 +98,7 @@ class Posterior(nn.Module):
         self.rest_layout = Layout({name: tensor.shape for name, tensor in others.items()})
         if source is not None:
             origin = str(start_from) if isinstance(start_from, str | Path) else "start_from"
-            source = _under_first_names(source, first_names)
+            source = under_first_names(source, homes)
             chosen, others = self._adopt(source, origin, chosen, others)
         device = next(iter((chosen | others).values())).device
         self._hold(self.layout.flatten(chosen).to(device), self.rest_layout.flatten(others).to(device))
@@ -245,7 +236,7 @@ class Posterior(nn.Module):
                 made[canonical] = nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
             owner, _, leaf = name.rpartition(".")
             plain.get_submodule(owner)._parameters[leaf] = made[canonical]
-        _release_recurrent_weights(plain)
+        release_recurrent_weights(plain)
         return plain
 
     def state(self) -> dict[str, Tensor]:
@@ -317,70 +308,6 @@ class Posterior(nn.Module):
         return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
 
 
-def _take_parameters(
-    network: nn.Module, bayesian: Predicate
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    # The parameters are taken out of the copy, so that the flat tensors are their only home; tied parameters
-    # keep one home and get the same view.
-    chosen: dict[str, Tensor] = {}
-    others: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    homes: dict[int, str] = {}
-    for prefix, module in network.named_modules():
-        if isinstance(module, nn.RNNBase):
-            module.register_forward_pre_hook(_refresh_recurrent_weights)
-            module.register_forward_hook(_forget_recurrent_weights, always_call=True)
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.requires_grad:
-                continue
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise InputError(f"parameter '{name}' is lazy; run the network once before making it Bayesian")
-            if parameter.dtype != torch.float32:
-                raise InputError(f"parameter '{name}' is {parameter.dtype}, expected torch.float32")
-            if id(parameter) in homes:
-                aliases[name] = homes[id(parameter)]
-            else:
-                homes[id(parameter)] = name
-                (chosen if bayesian(name, module) else others)[name] = parameter.detach()
-            module._parameters[leaf] = None
-    return chosen, others, aliases
-
-
-def _first_names(network: nn.Module) -> dict[str, str]:
-    # Every name of a trainable parameter, also by way of a layer that has two names, and the first of them.
-    first: dict[int, str] = {}
-    every = network.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in every if parameter.requires_grad}
-
-
-def _under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
-    # Files may hold a tied parameter under all of its names or under any one of them.
-    named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
-    return {home: tensor for name, home, tensor in named if name == home or home not in state}
-
-
-def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
-    # Recurrent modules keep a list of their own beside the parameters; functional_call does not know of it.
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]
-
-
-def _forget_recurrent_weights(module: nn.Module, _inputs: Any, _output: Any) -> None:
-    # A draw that stays there after the pass would keep its graph alive, and a copy of the network is refused then.
-    module._flat_weights = [None] * len(module._flat_weights_names)  # type: ignore[arg-type,assignment]
-
-
-def _release_recurrent_weights(network: nn.Module) -> None:
-    for module in network.modules():
-        if isinstance(module, nn.RNNBase):
-            _refresh_recurrent_weights(module, ())
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in list(hooks.items()):
-                    if hook in (_refresh_recurrent_weights, _forget_recurrent_weights):
-                        del hooks[key]
-                        module._forward_hooks_always_called.pop(key, None)
-
-
 def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:
     if isinstance(source, str | Path):
         kind, tensors = storage.read_state(Path(source))
@@ -392,24 +319,3 @@ def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:
     if isinstance(source, nn.Module):
         return dict(source.state_dict())
     return dict(source)
-
-
-def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
-    # Attention masks hold -inf on purpose: what the network itself holds there is no fault.
-    bad = ~given.isfinite()
-    return bool(bad.any()) and bool((bad.to(expected.device) & expected.isfinite()).any())
-
-
-def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
-    """Refuse tensors that have not the expected names and shapes, or are not finite where those are."""
-    for name, tensor in expected.items():
-        if name not in given:
-            raise InputError(f"{origin}: has no tensor '{name}'; is it of another network?")
-        if given[name].shape != tensor.shape:
-            shapes = f"{tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
-            raise InputError(f"{origin}: tensor '{name}' has shape {shapes}; is it of another network?")
-        if _newly_infinite(given[name], tensor):
-            raise InputError(f"{origin}: tensor '{name}' holds values that are not finite")
-    extra = [name for name in given if name not in expected]
-    if extra:
-        raise InputError(f"{origin}: has a tensor '{extra[0]}' that this network has not; is it of another network?")

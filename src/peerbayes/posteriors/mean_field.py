@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal
-from peerbayes.posteriors.base import Posterior, Predicate, Source, Weights, by_name, conv_and_linear
+from peerbayes.posteriors.base import Posterior, Source, Weights
+from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear
 
 
 class MeanField(Posterior):

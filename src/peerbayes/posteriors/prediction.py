@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -22,6 +20,8 @@ from peerbayes.posteriors.folding import Folded
 from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.kernels import tried_kernels
 from peerbayes.posteriors.modes import evaluating
+from peerbayes.posteriors.settling import Referee
+from peerbayes.posteriors.watching import watcher_now
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -85,30 +85,6 @@ class Prediction:
             return self._posterior.draw(self.address.at(draw))
 
 
-class Watcher:
-    """Is told how far predictions are, in images times draws; by itself it does nothing."""
-
-    def begin(self, passes: int) -> None:
-        """A prediction of so many begins, or begins anew."""
-
-    def advance(self, passes: int) -> None:
-        """So many more are done."""
-
-
-_NOBODY = Watcher()
-_watcher: ContextVar[Watcher] = ContextVar("_watcher", default=_NOBODY)
-
-
-@contextlib.contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell a watcher how far all predictions within the block are."""
-    before = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(before)
-
-
 # Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.
 # Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
 # 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
@@ -166,7 +142,7 @@ def predict(
     many = kind == "cuda" and len(images) * draws >= TRY_KERNELS
     with evaluating(posterior):
         while True:
-            _watcher.get().begin(len(images) * draws)
+            watcher_now.get().begin(len(images) * draws)
             try:
                 with tried_kernels(many):
                     found = _average(posterior, images, draws, address, size, settle, half)
@@ -266,7 +242,7 @@ def _passes(
                 break  # a network that can't be vectorised, or memory that is too small for it
             yield logits.float().log_softmax(-1)
             first += len(numbers)
-            _watcher.get().advance(len(numbers) * len(images))
+            watcher_now.get().advance(len(numbers) * len(images))
     network, batches = Folded(posterior, half), list(images.split(batch_size))
     if draws - first > 1 and 4 * images.numel() <= MEMORY:
         batches = [prepared(part.to(device)) for part in batches]  # once for all draws
@@ -277,7 +253,7 @@ def _passes(
 
 def _pass(network: Folded, images: Tensor, flat: Tensor) -> Tensor:
     found: Tensor = network(images, flat).float().log_softmax(-1)
-    _watcher.get().advance(len(images))
+    watcher_now.get().advance(len(images))
     return found
 
 
@@ -309,7 +285,7 @@ def _settle(
     active = torch.arange(len(images))
     spent = torch.zeros(len(images), dtype=torch.int64)
     total: Tensor | None = None
-    referee: _Referee | None = None
+    referee: Referee | None = None
     entropy = torch.zeros(len(images), device=device)
     for number in range(draws):
         flat = posterior.draw(address.at(number)).flat
@@ -318,7 +294,7 @@ def _settle(
         here = active.to(device)
         if total is None or referee is None:
             total = torch.full((len(images), log_p.shape[1]), -math.inf, device=device)
-            referee = _Referee(log_p, settle)
+            referee = Referee(log_p, settle)
         total[here] = torch.logaddexp(total[here], log_p)
         entropy[here] += _entropy(log_p)
         spent[active] += 1
@@ -338,47 +314,6 @@ def _keep_heap() -> None:
     # in again page by page: a fifth of the time of a prediction. Freeing one large block, which is never touched,
     # raises its threshold for that from a few MiB to 62 MiB, once a process; other C libraries take no notice.
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
-
-
-class _Referee:
-    """Decides when the leading class of an image is settled, by betting (Waudby-Smith and Ramdas 2023).
-
-    To test that rival c' is at least as probable as the leader c, a gambler stakes a fraction λ on every draw of
-    d = p_c − p_c' ∈ [−1, 1]; if the rival's average is truly as large, the capital Π (1 + λ d) is a
-    super-martingale and exceeds 1/δ with probability at most δ at any time. The leader is settled when the gambler
-    has won against every rival; the true best class is one of them, so no correction for their number is
-    needed. The leader is fixed before the draws that test it; a new leader restarts the test with δ 6/(π² k²) at
-    the k-th start, which sum to δ.
-    """
-
-    STAKES = (0.1, 0.3, 0.6, 0.9)
-
-    def __init__(self, log_p: Tensor, level: float) -> None:
-        count, classes = log_p.shape
-        self.level = level
-        self.leader = torch.full((count,), -1, dtype=torch.int64, device=log_p.device)
-        self.starts = torch.zeros(count, device=log_p.device)
-        self.capital = torch.zeros(count, classes, len(self.STAKES), device=log_p.device)
-        self.stakes = torch.tensor(self.STAKES, device=log_p.device)
-
-    def settled(self, here: Tensor, p: Tensor, total: Tensor) -> Tensor:
-        """Take in one draw's probabilities (n, C) of the images ``here`` and say which are settled (n,)."""
-        leader, capital = self.leader[here], self.capital[here]
-        valid = leader >= 0
-        margin = p.gather(1, leader.clamp_min(0)[:, None]) - p
-        capital += torch.log1p(self.stakes * margin[..., None]) * valid[:, None, None]
-        wealth = torch.logsumexp(capital, -1) - math.log(len(self.STAKES))
-        wealth.scatter_(1, leader.clamp_min(0)[:, None], math.inf)
-        starts = self.starts[here]
-        needed = -math.log(self.level * 6 / math.pi**2) + 2 * starts.clamp_min(1).log()
-        done = valid & (wealth.amin(1) >= needed)
-        now = total.argmax(1)
-        new = now != leader
-        self.starts[here] = starts + new
-        self.leader[here] = torch.where(new, now, leader)
-        self.capital[here] = torch.where(new[:, None, None], torch.zeros_like(capital), capital)
-        # A leader that the average has left is not reported, whatever it won earlier.
-        return done & ~new
 
 
 def _entropy(log_p: Tensor) -> Tensor:

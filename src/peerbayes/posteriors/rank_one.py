@@ -13,10 +13,11 @@ from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.networks import capture
 from peerbayes.noise import Address, normal, uniform
-from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, conv_and_linear
+from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.factors import attach, detach, layers_of
 from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.prediction import Prediction

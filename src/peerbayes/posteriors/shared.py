@@ -15,10 +15,11 @@ from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, normal, start
 from peerbayes.posteriors import storage
-from peerbayes.posteriors.base import Posterior, Predicate, Reduction, Source, Weights, require_same
+from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.codebook import Codebook, blank_codebook, check_codebook, in_file_order
 from peerbayes.posteriors.drawing import drawn_at, drawn_with
 from peerbayes.posteriors.grids import inverse_softplus
+from peerbayes.posteriors.parameters import Predicate, require_same
 from peerbayes.posteriors.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
 from peerbayes.posteriors.shared_file import EXACT, packed, unpacked
 

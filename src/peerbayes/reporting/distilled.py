@@ -16,10 +16,11 @@ from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
 from peerbayes.learning import Run, load_data
+from peerbayes.learning.building import build_teachers
 from peerbayes.learning.perturbing import PICKS, Perturbation
 from peerbayes.learning.run import pick_device
 from peerbayes.learning.settings import Kind, Perturb
-from peerbayes.learning.sources import Job, build_teachers
+from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers, all_logits
 from peerbayes.noise import Address, permutation
 from peerbayes.posteriors import Posterior, RankOne

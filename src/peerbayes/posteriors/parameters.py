@@ -1,0 +1,115 @@
+"""Which parameters of a network are whose, and under which names they are found."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peerbayes.errors import InputError, OptionError, nearest
+
+Predicate = Callable[[str, nn.Module], bool]
+
+
+def conv_and_linear(_name: str, module: nn.Module) -> bool:
+    """The default choice of Bayesian parameters: weights and biases of convolutions, linear and attention layers."""
+    return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
+
+
+def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:
+    """Return the choice of parameters by patterns of their names, such as ``embed*``; each must fit one at least."""
+    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = nearest(pattern, names)
+            hint = near if near.startswith("; did") else f"; they have names such as '{names[0]}'" if names else ""
+            raise OptionError(f"bayesian: '{pattern}' fits no trainable parameter{hint}")
+    return lambda name, _module: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def take_parameters(
+    network: nn.Module, bayesian: Predicate
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    # The parameters are taken out of the copy, so that the flat tensors are their only home; tied parameters
+    # keep one home and get the same view.
+    chosen: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    homes: dict[int, str] = {}
+    for prefix, module in network.named_modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(_refresh_recurrent_weights)
+            module.register_forward_hook(_forget_recurrent_weights, always_call=True)
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.requires_grad:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise InputError(f"parameter '{name}' is lazy; run the network once before making it Bayesian")
+            if parameter.dtype != torch.float32:
+                raise InputError(f"parameter '{name}' is {parameter.dtype}, expected torch.float32")
+            if id(parameter) in homes:
+                aliases[name] = homes[id(parameter)]
+            else:
+                homes[id(parameter)] = name
+                (chosen if bayesian(name, module) else others)[name] = parameter.detach()
+            module._parameters[leaf] = None
+    return chosen, others, aliases
+
+
+def first_names(network: nn.Module) -> dict[str, str]:
+    # Every name of a trainable parameter, also by way of a layer that has two names, and the first of them.
+    first: dict[int, str] = {}
+    every = network.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every if parameter.requires_grad}
+
+
+def under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
+    # Files may hold a tied parameter under all of its names or under any one of them.
+    named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
+    return {home: tensor for name, home, tensor in named if name == home or home not in state}
+
+
+def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
+    # Recurrent modules keep a list of their own beside the parameters; functional_call does not know of it.
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]
+
+
+def _forget_recurrent_weights(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    # A draw that stays there after the pass would keep its graph alive, and a copy of the network is refused then.
+    module._flat_weights = [None] * len(module._flat_weights_names)  # type: ignore[arg-type,assignment]
+
+
+def release_recurrent_weights(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.RNNBase):
+            _refresh_recurrent_weights(module, ())
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if hook in (_refresh_recurrent_weights, _forget_recurrent_weights):
+                        del hooks[key]
+                        module._forward_hooks_always_called.pop(key, None)
+
+
+def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
+    # Attention masks hold -inf on purpose: what the network itself holds there is no fault.
+    bad = ~given.isfinite()
+    return bool(bad.any()) and bool((bad.to(expected.device) & expected.isfinite()).any())
+
+
+def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
+    """Refuse tensors that have not the expected names and shapes, or are not finite where those are."""
+    for name, tensor in expected.items():
+        if name not in given:
+            raise InputError(f"{origin}: has no tensor '{name}'; is it of another network?")
+        if given[name].shape != tensor.shape:
+            shapes = f"{tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+            raise InputError(f"{origin}: tensor '{name}' has shape {shapes}; is it of another network?")
+        if _newly_infinite(given[name], tensor):
+            raise InputError(f"{origin}: tensor '{name}' holds values that are not finite")
+    extra = [name for name in given if name not in expected]
+    if extra:
+        raise InputError(f"{origin}: has a tensor '{extra[0]}' that this network has not; is it of another network?")
