@@ -459,7 +459,7 @@ def test_evaluate_refuses_what_is_no_finished_run(tmp_path, unfinished, trained,
     assert "neither a run folder nor a folder of runs" in found
     assert "neither a run folder" in refused(capsys, "evaluate", tmp_path / "nowhere")
     found = refused(capsys, "evaluate", unfinished, "--device", "cpu")
-    assert "the run is not finished; 'peerbayes train --resume' goes on with it" in found
+    assert "the run is not finished; the command that began it goes on with it, with --resume" in found
     (unfinished / "run.json").write_text("{")
     assert "run.json: not valid JSON" in refused(capsys, "evaluate", unfinished)
 

@@ -507,6 +507,37 @@ def test_a_class_that_is_not_judged_is_told(tmp_path):
     assert found.test.labels.tolist() == [1]
 
 
+def test_every_usual_kind_of_file_is_read(tmp_path):
+    expected = []
+    for number, kind in enumerate(("png", "bmp", "tif", "tiff", "ppm", "webp", "jpg", "gif")):
+        expected.append(write_image(tmp_path / "a" / f"{number}.{kind}", number))
+    found = load_images(tmp_path)
+    images, _ = found.batch(torch.arange(len(found)), torch.device("cpu"))
+    assert torch.equal(images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))
+
+
+def test_a_class_that_would_only_be_tested_is_named(tmp_path):
+    for number in range(5):
+        write_image(tmp_path / f"c{number}" / "0.png", number)
+    with pytest.raises(
+        InputError, match=r"all images of class \d would be held out to test by; add some, or a test split"
+    ):
+        load(tmp_path)
+
+
+def test_grey_and_coloured_images_are_outside_of_each_other(tmp_path):
+    coloured = write_image(tmp_path / "photo" / "0.png", 0, (8, 8))
+    found = load_outside(tmp_path / "photo", load("digits"))
+    grey, _ = found.batch(torch.arange(1), torch.device("cpu"))
+    expected = np.array(Image.fromarray(coloured).convert("L"))
+    assert (grey[0, 0].int() - torch.from_numpy(expected).int()).abs().max() <= 1
+    for name in ("a", "b"):
+        for number in range(4):
+            write_image(tmp_path / "set" / name / f"{number}.png", number, (8, 8))
+    back, _ = load_outside("digits", load(tmp_path / "set")).batch(torch.arange(3), torch.device("cpu"))
+    assert torch.equal(back, load("digits").test.images[:3].expand(3, 3, 8, 8))
+
+
 def test_what_was_learnt_is_not_outside(recwarn):
     learnt = load("digits")
     load_outside("photographs", learnt)

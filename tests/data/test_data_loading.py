@@ -213,8 +213,8 @@ def test_data_root(tmp_path, monkeypatch):
     assert data_root() == tmp_path / "env"
     assert data_root(tmp_path / "arg") == tmp_path / "arg"
     (tmp_path / "env").mkdir()
-    write_npz(tmp_path / "env" / "cifar100.npz", list(range(100)))
-    assert identities(load_images("cifar100")) == list(range(100))
+    write_npz(tmp_path / "env" / "cifar100.npz", list(range(100)) * 2)
+    assert identities(load_images("cifar100")) == list(range(200))
     assert load("cifar100").mean == (0.5071, 0.4865, 0.4409)
 
 

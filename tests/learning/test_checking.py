@@ -67,9 +67,9 @@ def test_fit_refuses_it_too(place, tmp_path):
 def test_evaluate_refuses_outside_sets_before_it_predicts(place, tmp_path, capsys, monkeypatch, given):
     monkeypatch.setattr(records, "predict_split", None)
     monkeypatch.chdir(tmp_path)
-    save_npz(tmp_path / "photographs.npz", images=torch.zeros(90, 8, 8, 3, dtype=torch.uint8).numpy())
+    save_npz(tmp_path / "photographs.npz", images=torch.zeros(90, 8, 8, 4, dtype=torch.uint8).numpy())
     found = refused(capsys, "evaluate", place / "run", "--ood", place / "small.npz", "--ood", given, "--device", "cpu")
-    assert found.startswith(f"no data set '{given}'" if given == "nothing" else f"{given}: images have 3 channels")
+    assert found.startswith(f"no data set '{given}'" if given == "nothing" else f"{given}: images have 4 channels")
 
 
 def test_a_run_finds_its_outside_sets_from_another_folder(place, tmp_path, monkeypatch):

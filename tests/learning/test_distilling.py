@@ -725,7 +725,7 @@ def test_an_unfinished_teacher_is_refused(runs, tmp_path, capsys):
     about = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(about | {"finished": False}))
     found = distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
-    assert found == f"{run}: the run is not finished; 'peerbayes train --resume' goes on with it"
+    assert found == f"{run}: the run is not finished; the command that began it goes on with it, with --resume"
     (run / "run.json").unlink()
     assert "run.json: no such file" in distill_refused(capsys, tmp_path, run, "--into", "distillation/kd")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from commands import ended
+from commands import called, ended, refused
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, distill, load_recipe, train
@@ -88,6 +88,19 @@ def test_a_run_over_texts_learns_and_is_judged_by_its_own_vocabulary(place, caps
     assert isinstance(known, Vocabulary)
     rebuilt = train(load_recipe("mine.toml", ["stages.0.epochs=1"]), "runs/u", seed=0).vocabulary
     assert rebuilt.digest != known.digest
+
+
+def test_a_codebook_of_few_weights_is_told_and_the_others_are_halved(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert ended("train", "mine.toml", "--run", "runs/t", "-q") == 0
+    how = ("--set", "peers.0.posterior.components=4", "--set", "peers.0.posterior.outliers=false", "-q")
+    assert ended("compress", "runs/t/weights-b.safetensors", *how, "--run", "runs/s", "--set", "stages.0.epochs=1") == 0
+    told = capsys.readouterr().err
+    assert "peer 'net': 20 of 762 weights share a codebook; all others, 'embedding.weight' above all, have no" in told
+    assert json.loads(called("size", "runs/s", "--json"))[0]["parts"]["everything else"] < 2 * 742 + 200
+    assert "news holds texts, expected images to corrupt" in refused(
+        capsys, "evaluate", "runs/s", "--corrupted", "made"
+    )
 
 
 def test_a_bag_of_pieces_leaves_out_the_tokenizers_padding_and_nothing_else(place, monkeypatch):

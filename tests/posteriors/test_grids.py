@@ -67,10 +67,19 @@ def test_the_ends_of_float32_stay_finite():
 
 
 @pytest.mark.parametrize(
-    ("number", "fits"), [(1.0, True), (65504.0, True), (7e4, False), (1e-6, False), (1e-9, True), (-torch.inf, True)]
+    ("number", "fits"), [(1.0, True), (65504.0, True), (7e4, False), (1e-6, True), (1e-9, True), (-torch.inf, True)]
 )
 def test_what_float16_would_spoil_does_not_fit(number, fits):
     assert fits_half(torch.tensor([0.5, 0.0, number * (1 + 2**-12)])) == fits
+
+
+def test_one_number_near_zero_does_not_keep_a_million_from_float16():
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)) * 5e-3
+    assert values.abs().min() < 1e-7  # of which float16 keeps no digit
+    assert fits_half(values)
+    assert not fits_half(values * 1e-4)  # where all are so
+    assert not fits_half(torch.cat([values, torch.tensor([7e4])]))
+    assert fits_half(torch.full((3,), -torch.inf))
 
 
 def test_softplus_is_undone():

@@ -176,6 +176,17 @@ def test_nothing_changes_the_given_network(kind, tmp_path):
 
 
 @every_kind
+def test_a_plain_network_predicts_twice_the_same_without_a_word(kind):
+    posterior = KINDS[kind](small(), rho=-1.0).train()
+    plain = posterior.materialise()
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    assert torch.equal(plain(images()), plain(images()))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert posterior.training
+
+
+@every_kind
 def test_materialise_gives_a_plain_network_with_the_same_outputs(kind):
     network = small()
     posterior = KINDS[kind](network, rho=-1.0).eval()

@@ -312,6 +312,28 @@ def test_images_that_were_scaled_or_normalised_are_warned_of(scale, shift):
     assert told[0].filename == __file__
 
 
+def test_double_images_are_images_and_whole_numbers_are_not():
+    found = posterior()
+    whole = (images() * 255).round()
+    expected = found.predict(whole.to(torch.uint8), draws=3).log_probabilities
+    torch.testing.assert_close(found.predict(whole.double() / 255, draws=3).log_probabilities, expected)
+    for kind in (torch.int64, torch.int16):
+        with pytest.raises(InputError, match=rf"images are of type {kind}, expected uint8, or floats in \[0, 1\]"):
+            found.predict(whole.to(kind))
+
+
+def test_texts_are_token_numbers():
+    found = Point(nn.Sequential(nn.EmbeddingBag(9, 3)))
+    found.input_shape = (4,)
+    assert found.predict(torch.randint(9, (2, 4))).classes.shape == (2,)
+    with pytest.raises(InputError, match=r"texts are of type torch.float32, expected token numbers \(run.vocabulary"):
+        found.predict(torch.rand(2, 4))
+    with pytest.raises(
+        InputError, match=r"images are of type list, expected a tensor \(run.vocabulary.encode makes one"
+    ):
+        found.predict(["a text"])
+
+
 def test_arrays_are_no_tensors():
     with pytest.raises(InputError, match="images are of type ndarray, expected a tensor"):
         posterior().predict(images().numpy())

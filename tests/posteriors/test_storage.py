@@ -160,6 +160,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
 
 
+def test_a_file_that_cant_be_written_is_named_as_it_was_asked_for(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken") as told:
+        storage.write_bytes(tmp_path / "taken", b"data")
+    assert told.value.filename == str(tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def test_frozen_layers_under_two_names_can_be_saved(tmp_path):
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
     network.append(network[1])

@@ -1,4 +1,4 @@
-"""Verbs that look at recipes and at trained runs: recipes, evaluate, size and figure."""
+"""Verbs that look at recipes and at trained runs: recipes, evaluate, predict, size and figure."""
 
 from __future__ import annotations
 
@@ -95,6 +95,27 @@ def evaluate(
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run folder, whose peers predict as one, or a weights file of a run.")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(help="Image files or folders of them; for texts: text files, one a line, or texts."),
+    ],
+    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Predict new images or texts: their classes, and how unsure the network is of them.
+
+    Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ.
+    """
+    from peerbayes import reporting
+
+    with waiting():
+        found = reporting.predict_inputs(run, inputs, draws=draws, device=device)
+    typer.echo(json.dumps(found, indent=1) if as_json else reporting.prediction_table(found))
 
 
 def size(

@@ -25,6 +25,7 @@ from peerbayes.data.augmentation import to_unit
 from peerbayes.data.batch_noise import Source, poisson
 from peerbayes.data.filters import blurred, convolved, enlarged, places, sampled, streaked
 from peerbayes.data.jpeg import jpeg
+from peerbayes.data.splits import LUMA
 from peerbayes.errors import InputError, nearest
 from peerbayes.noise import Address
 
@@ -112,12 +113,9 @@ def _zoom_blur(x: Tensor, severity: int, _: Source) -> Tensor:
 # ---- weather ------------------------------------------------------------------------------------------------------
 
 
-_LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness
-
-
 def _colour(x: Tensor, *values: float) -> Tensor:
     """Return a colour as the images have it: red, green and blue (3, 1, 1), or its brightness (1, 1, 1)."""
-    shown = values if x.shape[1] == 3 else (sum(part * value for part, value in zip(_LUMA, values, strict=True)),)
+    shown = values if x.shape[1] == 3 else (sum(part * value for part, value in zip(LUMA, values, strict=True)),)
     return torch.tensor(shown, device=x.device).view(-1, 1, 1)
 
 
@@ -166,7 +164,7 @@ def _snow(x: Tensor, severity: int, source: Source) -> Tensor:
     flakes = torch.where(flakes < least, 0.0, flakes.clamp(0, 1))
     angle = -(0.25 + 0.5 * source.uniform("angle")) * math.pi
     flakes = streaked(flakes, angle, sigma * _grow(x), math.ceil(reach * _grow(x)))
-    grey = (x * _colour(x, *_LUMA)).sum(1, keepdim=True) if x.shape[1] == 3 else x
+    grey = (x * _colour(x, *LUMA)).sum(1, keepdim=True) if x.shape[1] == 3 else x
     pale = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5)
     return pale + flakes + flakes.rot90(2, (2, 3))
 

@@ -12,7 +12,7 @@ import torch
 from peerbayes.data.splits import FolderSplit, open_rgb
 from peerbayes.errors import InputError, PeerbayesWarning
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 def _folders(folder: Path) -> list[Path]:

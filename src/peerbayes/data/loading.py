@@ -38,7 +38,7 @@ from peerbayes.data.sources import (
     read_folder,
     read_npz,
 )
-from peerbayes.data.splits import ArraySplit, Split, measure
+from peerbayes.data.splits import ArraySplit, Recoloured, Split, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.networks import WordVectors
@@ -266,7 +266,9 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
 
 
 def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None) -> Split:
-    """Read an out-of-distribution set in the form that another data set has: its vocabulary, or its size and channels.
+    """Read an out-of-distribution set in the form that another data set has: its vocabulary, or size and channels.
+
+    Grey images become colours of equal channels, and colours their luma.
 
     ``name`` and ``root`` as in :func:`load`.
     """
@@ -277,6 +279,8 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
         return load_texts(name, like.vocabulary, root=root)
     split = load_images(name, root=root, size=like.shape[1])
     images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+    if {images.shape[1], like.shape[0]} == {1, 3}:
+        return Recoloured(split, 1 if like.shape[0] == 1 else 3)
     if images.shape[1] != like.shape[0]:
         found = f"{images.shape[1]} channel" + "s" * (images.shape[1] != 1)
         raise InputError(f"{name}: images have {found}, expected {like.shape[0]} as in {like.name}")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from peerbayes import noise
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 
+LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
 _CHUNK = 2048  # images that are converted at a time
 _NUMBERS = 1 << 23  # numbers that are measured at a time
 
@@ -44,6 +45,30 @@ class Split(Protocol):
         labels gives labels of shape (0,) whatever B is.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Recoloured:
+    """Images of another split in another number of channels: grey ones of equal channels, colours by their luma."""
+
+    split: Split
+    channels: Literal[1, 3]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """As they were."""
+        return self.split.labels
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See `Split`."""
+        images, labels = self.split.batch(index, device)
+        if self.channels == 3:
+            return images.expand(-1, 3, -1, -1).contiguous(), labels
+        grey = (images.float() * images.new_tensor(LUMA, dtype=torch.float32).view(3, 1, 1)).sum(1, keepdim=True)
+        return (grey if images.is_floating_point() else grey.round().to(torch.uint8)), labels
 
 
 def order(count: int, address: Address, device: torch.device | str | None = None) -> Tensor:

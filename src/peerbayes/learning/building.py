@@ -21,6 +21,7 @@ from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
+from peerbayes.posteriors.parameters import digest_of
 from peerbayes.posteriors.shared import usually_shared
 from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
 
@@ -40,7 +41,7 @@ def build_peer(
         source = only_weights(Run(source.folder), peer)
     if source is not None:
         _refuse_other_words(source.parent, loaded)
-        _warn_of_known(source.parent, recipe)
+        _look_at_source(source.parent, recipe, loaded)
     inputs = network_inputs(loaded)
     if isinstance(peer.posterior, SharedOptions):
         return _shared(peer, peer.posterior, source, loaded, seed, device)
@@ -106,9 +107,25 @@ def shared_of(
     # What is not Bayesian there has no scale, and is not shared.
     names = usually_shared(posterior.network, posterior.layout.shapes)
     shared = Shared(network, book, start_from=posterior, weights=names, **how).to(posterior.device)
+    _warn_of_little(shared, name)
     shared.account = account
+    shared.origin = digest_of(posterior.state())
     shared.merging = options.merge.model_dump() if options.merge_every_epoch else None
     return shared
+
+
+def _warn_of_little(shared: Shared, name: str) -> None:
+    """Tell where a file will hardly become smaller, because most of a network is not shared."""
+    others = shared.rest_layout.shapes
+    total = shared.layout.size + shared.rest_layout.size
+    if 2 * shared.layout.size < total:
+        largest = max(others, key=lambda one: others[one].numel())
+        warnings.warn(
+            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
+            f"'{largest}' above all, have no scales to share and stay in float16",
+            PeerbayesWarning,
+            stacklevel=2,
+        )
 
 
 def build_peers(job: Job, loaded: Dataset, device: torch.device, behind: int = 0) -> dict[str, Posterior]:
@@ -128,31 +145,34 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
             continue
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)
-        _refuse_strangers(run, loaded)
-        _warn_of_known(run.folder, job.recipe)
+        run.refuse_strange(loaded, f"teacher {run.folder}")
+        _refuse_other_words(run.folder, loaded)
+        _warn_of_known(run, job.recipe)
         found += [run[name].to(device) for name in names]
     return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
 
 
-def _refuse_strangers(run: Run, loaded: Dataset) -> None:
-    about = run.about.get("inputs", {})
-    classes, shape = about.get("classes"), tuple(about.get("shape", ()))
-    if classes != loaded.classes:
-        raise InputError(f"teacher {run.folder}: knows {classes} classes, but {loaded.name} has {loaded.classes}")
-    if shape != tuple(loaded.shape):
-        raise InputError(f"teacher {run.folder}: takes inputs of shape {shape}, but {loaded.name} has {loaded.shape}")
-    _refuse_other_words(run.folder, loaded)
-
-
-def _warn_of_known(folder: Path, recipe: Recipe) -> None:
-    """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
-    own, theirs = recipe.data, None
+def _look_at_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
+    """Refuse data that has changed since weights of a run have learnt it, and tell what they may know of it."""
+    run = None
     with contextlib.suppress(InputError):  # weights may lie anywhere
-        theirs = Run(folder).recipe.data
-    if theirs is not None and own.validation and theirs.name == own.name and theirs.validation != own.validation:
+        run = Run(folder)
+    if run is None or run.recipe.data.name != recipe.data.name:
+        return
+    if all(getattr(run.recipe.data, key) == getattr(recipe.data, key) for key in ("size", "text")):
+        run.refuse_strange(loaded)
+    else:
+        run.refuse_renamed(loaded)
+    _warn_of_known(run, recipe)
+
+
+def _warn_of_known(run: Run, recipe: Recipe) -> None:
+    """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
+    own, theirs = recipe.data, run.recipe.data
+    if own.validation and theirs.name == own.name and theirs.validation != own.validation:
         warnings.warn(
-            f"{folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may have "
-            "learnt validation images, which the best epoch and temperatures are chosen by",
+            f"{run.folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may "
+            "have learnt validation images, which the best epoch and temperatures are chosen by",
             PeerbayesWarning,
             stacklevel=2,
         )

@@ -200,7 +200,7 @@ def weights_of(path: Path) -> Path:
     if len(names) > 1:
         raise InputError(f"{path}: has peers {', '.join(names)}; name one of its weights-*.safetensors files")
     if not run.finished:
-        raise InputError(f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
+        raise InputError(run.unfinished)
     return run.weights_file(names[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -46,7 +46,8 @@ def distill(
     """
     refuse_unknown(how, distill, fit)
     require_seed(how.get("seed", 0))
-    runs, found = _opened([teachers] if isinstance(teachers, Teacher) else list(teachers))
+    several = isinstance(teachers, Iterable) and not isinstance(teachers, Teacher)
+    runs, found = _opened(list(cast(Iterable[Any], teachers)) if several else [teachers])
     chosen = load_recipe(recipe)
     if data is None:
         if not runs:
@@ -78,8 +79,7 @@ def distill(
     device = own if own.type != "cpu" else found[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     save_networks(trained)
-    # In training mode its first prediction would use, and change, batch-norm's statistics.
-    return trained["student"].materialise().eval()
+    return trained["student"].materialise()
 
 
 def _opened(given: Sequence[Any]) -> tuple[list[Run], list[Posterior]]:

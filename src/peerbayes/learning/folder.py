@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.learning.run import Run, write_text
 from peerbayes.learning.sources import Job
+from peerbayes.posteriors import Posterior
+from peerbayes.posteriors.parameters import digest_of
 
 OTHERS = "another process is training this run"
 FILES = [
@@ -45,6 +47,23 @@ def refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
     if before.recipe != job.recipe:
         raise InputError(f"{folder}: holds a run of another recipe ('{before.recipe.title}'), or with other settings")
+
+
+def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) -> dict[str, str]:
+    """Return digests of what peers started from, by their names, and of those whom they learn from."""
+    found = {f"peer '{name}'": posterior.origin for name, posterior in peers.items() if posterior.origin}
+    known = [digest_of(teacher.state()) for teacher in teachers]
+    return found | ({"the teachers": " ".join(known)} if known else {})
+
+
+def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
+    """Refuse to go on with a run that began with others: of what came from Python its recipe knows nothing."""
+    before = Run(folder).about.get("origins") or {} if (folder / "recipe.toml").is_file() else {}
+    for who, now in origins.items():
+        if before.get(who, now) != now:
+            known = "other teachers" if who == "the teachers" else f"{who} started from other weights"
+            told = f"whose peers learn from {known}" if who == "the teachers" else f"in which {known}"
+            raise InputError(f"{folder}: holds a run {told}; choose another folder")
 
 
 def is_of_a_run(name: str) -> bool:

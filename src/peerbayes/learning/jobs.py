@@ -15,7 +15,7 @@ from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
 from peerbayes.learning.building import build_peers, build_teachers
 from peerbayes.learning.checking import check, check_outside
-from peerbayes.learning.folder import refuse_occupied
+from peerbayes.learning.folder import origins_of, refuse_occupied, refuse_other_origins
 from peerbayes.learning.how import How, in_parts, refuse_unknown
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
@@ -75,6 +75,8 @@ def fit(
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)
+    if resume:
+        refuse_other_origins(job.folder, origins_of(peers, teachers))
     if not _is_finished(job, reporter):
         check_outside(found, loaded, settings.root)
         taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
@@ -242,7 +244,9 @@ class Loaded:
 
     def of(self, run: Run) -> Dataset:
         """Return a run's data, with its vocabulary."""
-        return self._with(run.recipe, run.vocabulary)
+        found = self._with(run.recipe, run.vocabulary)
+        run.refuse_strange(found)
+        return found
 
     def _with(self, recipe: Recipe, known: Vocabulary | None) -> Dataset:
         key = recipe.data.model_dump_json(include=DATA_KEYS) + (known.digest if known is not None else "")

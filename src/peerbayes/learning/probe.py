@@ -125,8 +125,9 @@ class Probe:
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise InputError(f"{who} returns a {kind}{when}, expected a tensor of logits")
         if logits.dim() != 2 or logits.shape[1] != self.data.classes:
+            count = len(logits) if logits.dim() == 2 else len(self.images)  # which may be there once a member
             raise InputError(
-                f"{who} returns shape {tuple(logits.shape)}{when}, expected {(len(self.images), self.data.classes)}: "
+                f"{who} returns shape {tuple(logits.shape)}{when}, expected {(count, self.data.classes)}: "
                 f"{self.data.name} has {self.data.classes} classes"
             )
         if training and not logits.requires_grad:

@@ -55,6 +55,8 @@ class _About(Table):
     generation: int = 0
     finished: bool = False
     inputs: _Inputs | None = None
+    class_names: list[str] | None = None
+    margin: float = 1.0
     hardware: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
@@ -121,6 +123,36 @@ class Run(Mapping[str, Posterior]):
         return bool(self.about.get("finished", False))
 
     @property
+    def unfinished(self) -> str:
+        """What is said of a run that is not finished."""
+        return f"{self.folder}: the run is not finished; the command that began it goes on with it, with --resume"
+
+    def data(self, root: str | Path | None = None) -> Dataset:
+        """Load the data that the run has learnt; refuse what has other inputs or classes now."""
+        loaded = load_data(self.recipe, root, self.vocabulary)
+        self.refuse_strange(loaded)
+        return loaded
+
+    def refuse_strange(self, loaded: Dataset, who: str = "") -> None:
+        """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt."""
+        who, about = who or str(self.folder), self.about.get("inputs") or {}
+        if "classes" in about and about["classes"] != loaded.classes:
+            raise InputError(f"{who}: knows {about['classes']} classes, but {loaded.name} has {loaded.classes}")
+        self.refuse_renamed(loaded, who)
+        if "shape" in about and tuple(about["shape"]) != tuple(loaded.shape):
+            shape = tuple(about["shape"])
+            raise InputError(f"{who}: takes inputs of shape {shape}, but {loaded.name} has {tuple(loaded.shape)}")
+
+    def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:
+        """Refuse data that numbers other classes than the peers have learnt; their names are not always known."""
+        pairs = enumerate(zip(self.about.get("class_names") or (), loaded.class_names or (), strict=False))
+        for number, (learnt, now) in pairs:
+            if learnt != now:
+                raise InputError(
+                    f"{who or self.folder}: has learnt class {number} as '{learnt}', but in {loaded.name} it is '{now}'"
+                )
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; one at the end that a kill has cut short is left out."""
         path = self.folder / "metrics.jsonl"
@@ -154,7 +186,7 @@ class Run(Mapping[str, Posterior]):
             if peer not in list(self):
                 raise UnknownPeer(f"{self.folder}: there is no peer '{peer}'{nearest(str(peer), list(self))}")
             if not self.finished:
-                raise InputError(f"{self.folder}: the run is not finished; 'peerbayes train --resume' goes on with it")
+                raise InputError(self.unfinished)
             posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])

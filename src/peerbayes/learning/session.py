@@ -13,11 +13,11 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
-from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, stamp
+from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, stamp
 from peerbayes.learning.how import How
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import environment, network_inputs, read_json, write_text
+from peerbayes.learning.run import Run, environment, network_inputs, read_json, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
@@ -42,6 +42,7 @@ class Session:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
         self.generation = generation
+        self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
         options = how.learner_options(self.device)
@@ -65,6 +66,7 @@ class Session:
             tensors, about, complaints = newest
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
+            Run(self.folder).refuse_strange(loaded)
             self.learner.restore(tensors, about)
             before = read_json(self.folder / "run.json").get("precision", self.precision)
             if before != self.precision:
@@ -91,8 +93,10 @@ class Session:
             self.about = {
                 "seed": job.seed,
                 "generation": self.generation,
+                "origins": self.origins,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
+                **_described(self.loaded),
                 **environment(self.device),
                 "engine": self.learner.engine.name,
                 "precision": self.precision,
@@ -139,6 +143,13 @@ def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingE
         errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
         world.barrier()  # what was written is there for all
     return errors
+
+
+def _described(loaded: Dataset) -> dict[str, Any]:
+    """Return what predictions of new files must know, beside the inputs' shape."""
+    found: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
+    margin = getattr(loaded.train, "margin", 1.0)
+    return found if margin == 1.0 else found | {"margin": margin}
 
 
 def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:

@@ -19,6 +19,7 @@ from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
     Predicate,
     conv_and_linear,
+    digest_of,
     first_names,
     release_recurrent_weights,
     require_same,
@@ -86,6 +87,7 @@ class Posterior(nn.Module):
         if not isinstance(network, nn.Module):
             raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
+        self.origin = "" if source is None else digest_of(source)  # what it started from, where it is known
         self.network = copy.deepcopy(network)
         homes = first_names(self.network)
         chosen, others, self.aliases = take_parameters(self.network, bayesian)
@@ -227,7 +229,7 @@ class Posterior(nn.Module):
         return predict(self, images, draws, **options)
 
     def materialise(self, weights: Weights | None = None) -> nn.Module:
-        """Return a plain copy of the network that holds one draw (the mean weights by default)."""
+        """Return a plain copy of the network that holds one draw (the mean weights by default), in evaluation mode."""
         plain = copy.deepcopy(self.network)
         made: dict[str, nn.Parameter] = {}
         for name, tensor in (weights if weights is not None else self.centre()).items():
@@ -237,7 +239,8 @@ class Posterior(nn.Module):
             owner, _, leaf = name.rpartition(".")
             plain.get_submodule(owner)._parameters[leaf] = made[canonical]
         release_recurrent_weights(plain)
-        return plain
+        # In training mode its first prediction would use, and change, batch-norm's statistics.
+        return plain.eval()
 
     def state(self) -> dict[str, Tensor]:
         """Return every tensor by its place and the network's own name: ``mean/a.weight``, ``rest/bn.bias``."""

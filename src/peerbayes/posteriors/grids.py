@@ -67,5 +67,7 @@ def inverse_softplus(values: Tensor) -> Tensor:
 
 
 def fits_half(tensor: Tensor) -> bool:
-    """Tell whether float16 holds all numbers to a relative error of 2^-10, or to 1e-8; infinities stay infinities."""
-    return torch.allclose(tensor.half().float(), tensor, rtol=2.0**-10, atol=1e-8, equal_nan=True)
+    """Tell whether float16 holds all numbers to 2^-10 of themselves, or of their mean size; infinities stay."""
+    sizes = tensor[tensor.isfinite()].abs()
+    near = 2.0**-10 * float(sizes.mean()) if sizes.numel() else 0.0
+    return torch.allclose(tensor.half().float(), tensor, rtol=2.0**-10, atol=max(1e-8, near), equal_nan=True)

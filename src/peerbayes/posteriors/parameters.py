@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,16 @@ def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
     # Attention masks hold -inf on purpose: what the network itself holds there is no fault.
     bad = ~given.isfinite()
     return bool(bad.any()) and bool((bad.to(expected.device) & expected.isfinite()).any())
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of tensors and their names, whatever device they are on."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:

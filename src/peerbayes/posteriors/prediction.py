@@ -164,13 +164,18 @@ def predict(
 
 def _check_images(posterior: Posterior, images: Any) -> None:
     if not isinstance(images, Tensor):
-        raise InputError(f"images are of type {type(images).__name__}, expected a tensor")
+        hint = " (run.vocabulary.encode makes one of texts)" if isinstance(images, str | list | tuple) else ""
+        raise InputError(f"images are of type {type(images).__name__}, expected a tensor{hint}")
     learnt = posterior.input_shape
     if learnt is not None and images.dim() != 1 + len(learnt):
         expected = f"(N, {', '.join(map(str, learnt))})"
         raise InputError(
             f"images have shape {tuple(images.shape)}, expected {expected}, as the network has learnt them"
         )
+    if images.dim() == 4 and not images.is_floating_point() and images.dtype != torch.uint8:
+        raise InputError(f"images are of type {images.dtype}, expected uint8, or floats in [0, 1]")
+    if learnt is not None and len(learnt) == 1 and images.is_floating_point():
+        raise InputError(f"texts are of type {images.dtype}, expected token numbers (run.vocabulary.encode makes them)")
     if images.dim() == 0 or len(images) == 0:
         raise InputError("there are no images to predict")
     if images.dim() == 4 and images.is_floating_point() and images.device.type == "cpu":  # a GPU would have to wait

@@ -221,7 +221,7 @@ class RankOne(Posterior):
         return self.weights(self._averaged(self.deviations))
 
     def average(self, merge: Merge = "exact") -> nn.Module:
-        """Return one plain network: W ∘ (1/M) Σ_m s_m r_mᵀ, or W ∘ s̄ r̄ᵀ (``"factor_mean"``).
+        """Return one plain network, in evaluation mode: W ∘ (1/M) Σ_m s_m r_mᵀ, or W ∘ s̄ r̄ᵀ (``"factor_mean"``).
 
         Batch-norm keeps the statistics of training; see `recalibrate`.
         """

@@ -29,6 +29,10 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None  # of the file that was asked for
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -2,6 +2,7 @@
 
 from peerbayes.reporting.curves import write_figure
 from peerbayes.reporting.pipeline import pipeline_table
+from peerbayes.reporting.predicting import predict_inputs, prediction_table
 from peerbayes.reporting.records import Record, evaluate, find_runs, write_record
 from peerbayes.reporting.report import report_page, write_report
 from peerbayes.reporting.sizes import size_table, sizes
@@ -14,6 +15,8 @@ __all__ = [
     "evaluate",
     "find_runs",
     "pipeline_table",
+    "predict_inputs",
+    "prediction_table",
     "report_page",
     "rows",
     "size_table",

@@ -12,7 +12,7 @@ from torch import Tensor
 from peerbayes.divergences import renyi
 from peerbayes.errors import InputError
 from peerbayes.evaluation import loss_along, sharpness
-from peerbayes.learning import Run, load_data
+from peerbayes.learning import Run
 from peerbayes.learning.run import pick_device
 from peerbayes.noise import Address, permutation
 from peerbayes.reporting.groups import Group, alpha_title, by_experiment, final, gather, mean, over_seeds, read_record
@@ -180,7 +180,7 @@ def flatness(
     experiments = []
     for about, found in by_experiment(gather(folders)):
         first = next(iter(found[0].runs.values()))
-        loaded = load_data(first.recipe, root, first.vocabulary)
+        loaded = first.data(root)
         count = min(IMAGES, len(loaded.train))
         data = loaded.train.batch(permutation(Address(0, "data", "flatness"), len(loaded.train), "cpu")[:count], where)
         series = [_landscape(group, data, where) for group in found]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peerbayes.data import Split, load_outside
 from peerbayes.evaluation import confidence_by_class, confidence_overall
-from peerbayes.learning import Run, load_data
+from peerbayes.learning import Run
 from peerbayes.learning.run import pick_device
 from peerbayes.posteriors import predict_split
 from peerbayes.reporting.figures import COLOURS, panels
@@ -34,7 +34,7 @@ def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | 
     series = []
     for runs in by_setting(open_runs(folders)):
         first = next(iter(runs.values()))
-        loaded = load_data(first.recipe, root, first.vocabulary)
+        loaded = first.data(root)
         foreign = {name: load_outside(name, loaded, root) for name in first.recipe.evaluation.out_of_distribution}
         for peer in first:
             log_p, labels = _pooled(runs, peer, loaded.test, device)

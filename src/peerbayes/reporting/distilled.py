@@ -15,7 +15,7 @@ from torch import Tensor
 from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
-from peerbayes.learning import Run, load_data
+from peerbayes.learning import Run
 from peerbayes.learning.building import build_teachers
 from peerbayes.learning.perturbing import PICKS, Perturbation
 from peerbayes.learning.run import pick_device
@@ -45,7 +45,7 @@ def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     where, series = pick_device(device), []
     for run in open_runs(folders):
         posterior, ends = _ends(run, where)
-        loaded = load_data(run.recipe, root, run.vocabulary)
+        loaded = run.data(root)
         data = _some(loaded, "test", where)
         pairs = list(itertools.islice(itertools.combinations(ends, 2), PAIRS))
         losses = torch.stack([loss_between(posterior, a, b, data, POINTS) for a, b in pairs])
@@ -96,7 +96,7 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
     """
     where, series = pick_device(device), []
     for run in open_runs(folders):
-        loaded = load_data(run.recipe, root, run.vocabulary)
+        loaded = run.data(root)
         teachers = build_teachers(Job(run.recipe, run.folder, run.seed), loaded, where)
         if teachers is None or len(teachers) < 2:
             raise InputError(f"{run.folder}: expected a student of two teachers or more")

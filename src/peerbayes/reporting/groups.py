@@ -114,7 +114,7 @@ def open_runs(
 def _why_not(run: Run, finished: bool, own: bool) -> str:
     """Return why a run can't be looked at; nothing if it can."""
     if finished and not run.finished:
-        return f"{run.folder}: the run is not finished; 'peerbayes train --resume' goes on with it"
+        return run.unfinished
     unknown = [peer.name for peer in run.recipe.peers if peer.network == CUSTOM]
     if own or not unknown or (run.folder / "evaluation.json").is_file():
         return ""

@@ -73,6 +73,8 @@ def judge_corrupted(
 
 def check_corrupted(loaded: Dataset, source: str) -> None:
     """Refuse corrupted images that can't be had, before anything is judged."""
+    if loaded.vocabulary is not None:
+        raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
     if source == MADE:
         for name in COMMON:
             _made(loaded.test.batch(torch.arange(1), torch.device("cpu"))[0], loaded, name, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from peerbayes.data import to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import Summary, summarise
-from peerbayes.learning import Run, load_data
+from peerbayes.learning import Run
 from peerbayes.learning.run import peers_at, pick_device
 from peerbayes.learning.sources import Job, source_of, teacher_sources
 from peerbayes.posteriors import Posterior
@@ -74,7 +74,7 @@ def _steps(run: Run) -> list[Run]:
 
 
 def _judged(run: Run, outside: Sequence[str], device: str, root: str | Path | None) -> Record:
-    loaded = load_data(run.recipe, root, run.vocabulary)
+    loaded = run.data(root)
     record = evaluate(run, out_of_distribution=outside, data=loaded, device=device, root=root)
     images, _ = loaded.test.batch(torch.arange(min(IMAGES, len(loaded.test))), pick_device(device))
     who = []

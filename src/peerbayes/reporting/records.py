@@ -13,7 +13,7 @@ from torch import Tensor
 from peerbayes import evaluation
 from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
-from peerbayes.learning import Run, environment, load_data
+from peerbayes.learning import Run, environment
 from peerbayes.learning.recipe import changes_of
 from peerbayes.learning.run import pick_device, runs_below
 from peerbayes.posteriors import Posterior, RankOne, Shared, predict_split, storage
@@ -58,7 +58,8 @@ def evaluate(
     if data is not None and not isinstance(data, Dataset):
         raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
-    loaded = load_data(run.recipe, root, run.vocabulary) if data is None else data
+    loaded = run.data(root) if data is None else data
+    run.refuse_renamed(loaded)
     if corrupted is not None:
         check_corrupted(loaded, str(corrupted))
     foreign = {other: load_outside(other, loaded, root) for other in outside}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from peerbayes.data import Dataset
-from peerbayes.learning import Run, load_data, source_weights
+from peerbayes.learning import Run, source_weights
 from peerbayes.learning.run import peers_at, pick_device
 from peerbayes.posteriors import MeanField, Posterior, Shared, predict_split, storage
 from peerbayes.posteriors.quantised import Form, forms
@@ -51,7 +51,7 @@ def sizes(
     path = Path(path).expanduser()
     for one in [path] if path.suffix == ".safetensors" else find_runs(path):
         run, names = peers_at(one)
-        judge = _Judge(run, load_data(run.recipe, root, run.vocabulary), pick_device(device)) if judged else None
+        judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
         for name in names:
             yield _account(run, name, judge)
 

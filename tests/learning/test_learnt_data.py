@@ -1,0 +1,157 @@
+"""A run knows what it has learnt: data that has changed since is refused, and so are other sources."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import peerbayes as pb
+from commands import refused
+from peerbayes.learning import Run, load_recipe, train
+from peerbayes.learning.session import Session
+from peerbayes.reporting import evaluate
+
+NAMES = ("ant", "bee", "cat")
+SHORT = ["stages.*.epochs=2", "data.batch_size=16", "data.classes=3", "data.augment=[]", "data.validation=0"]
+
+
+def picture(number, side=8):
+    """A bright row whose place is the class."""
+    pixels = np.random.default_rng(number).integers(0, 60, (side, side, 3))
+    rows = side // 8 * 2
+    pixels[number % 3 * rows : number % 3 * rows + rows] += 180
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part, count in (("train", 48), ("val", 12)):
+        for number in range(count):
+            place = tmp_path / "set" / part / NAMES[number % 3]
+            place.mkdir(parents=True, exist_ok=True)
+            picture(number if part == "train" else 1000 + 2 + number).save(place / f"{number:03}.png")
+    return tmp_path / "set"
+
+
+def learnt(data, run, *changes):
+    return train(load_recipe("mutual/digits-dnn", [*SHORT, f"data.name={data}", *changes]), run, device="cpu")
+
+
+def rename(folder):
+    for part in ("train", "val"):
+        os.rename(folder / part / "ant", folder / part / "dog")  # ant, bee, cat become bee, cat, dog
+
+
+def test_a_run_says_which_classes_it_has_learnt(folder, tmp_path):
+    assert learnt(folder, tmp_path / "run").about["class_names"] == list(NAMES)
+
+
+def test_classes_that_were_renumbered_are_refused_by_everyone(folder, tmp_path, capsys):
+    run = learnt(folder, tmp_path / "run")
+    before = evaluate(run, device="cpu")["peers"][0]["accuracy"]
+    rename(folder)
+    told = f"{run.folder}: has learnt class 0 as 'ant', but in set it is 'bee'"
+    for words in (["evaluate"], ["compress"], ["size", "--evaluate"], ["figure", "confidence"]):
+        assert told in refused(capsys, *words, run.folder)
+    assert f"teacher {told}" in refused(
+        capsys, "distill", run.folder, "--into", "distillation/kd", "--run", tmp_path / "s"
+    )
+    assert not (tmp_path / "s").exists()
+    rename_back(folder)
+    assert evaluate(run, device="cpu")["peers"][0]["accuracy"] == before
+
+
+def rename_back(folder):
+    for part in ("train", "val"):
+        os.rename(folder / part / "dog", folder / part / "ant")
+
+
+def test_images_of_another_size_are_refused_but_may_be_asked_for(folder, tmp_path, capsys):
+    run = learnt(folder, tmp_path / "run")
+    picture(3, 16).save(folder / "train" / "ant" / "000.png")
+    for file in (folder / "train" / "ant").iterdir():
+        picture(3, 16).save(file)
+    told = f"{run.folder}: takes inputs of shape (3, 8, 8), but set has (3, 16, 16)"
+    for verb in ("evaluate", "compress"):
+        assert told in refused(capsys, verb, run.folder)
+    other = learnt(folder, tmp_path / "larger", "data.size=16", f"peers.0.start_from={run.folder}")
+    assert other.about["inputs"]["shape"] == [3, 16, 16]
+
+
+def test_a_run_goes_on_with_the_data_that_it_has_begun_with_only(folder, tmp_path, monkeypatch):
+    recipe = load_recipe("mutual/digits-dnn", [*SHORT, f"data.name={folder}"])
+    monkeypatch.setattr(Session, "finish", lambda _: None)
+    train(recipe, tmp_path / "run", device="cpu", checkpoint_every=2)
+    monkeypatch.undo()
+    rename(folder)
+    with pytest.raises(pb.InputError, match="has learnt class 0 as 'ant', but in set it is 'bee'"):
+        train(recipe, tmp_path / "run", device="cpu", resume=True)
+    rename_back(folder)
+    assert train(recipe, tmp_path / "run", device="cpu", resume=True).finished
+
+
+def test_runs_that_never_said_their_classes_are_judged_as_before(folder, tmp_path):
+    run = learnt(folder, tmp_path / "run")
+    about = {key: value for key, value in run.about.items() if key not in ("class_names", "origins")}
+    (run.folder / "run.json").write_text(json.dumps(about))
+    rename(folder)
+    assert "accuracy" in evaluate(Run(run.folder), device="cpu")["peers"][0]
+
+
+def test_another_name_of_the_data_may_have_other_classes_to_start_from(folder, tmp_path):
+    run = learnt(folder, tmp_path / "run")
+    rename(folder)
+    os.rename(folder, tmp_path / "other")
+    assert learnt(tmp_path / "other", tmp_path / "next", f"peers.0.start_from={run.folder}").finished
+
+
+# ---- sources that came from Python ----------------------------------------------------------------------------------
+
+
+def small(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+
+
+def arrays():
+    images = torch.stack([torch.from_numpy(np.array(picture(n))).permute(2, 0, 1) for n in range(48)])
+    return pb.data.from_arrays(train=(images, torch.arange(48) % 3), test=(images[:9], torch.arange(9) % 3))
+
+
+def test_a_distillation_goes_on_with_its_own_teachers_only(tmp_path):
+    one, other = pb.Point(small(1)), pb.Point(small(2))
+    how = {"data": arrays(), "recipe": "distillation/kd", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    first = pb.distill([one], small(0), **how)
+    with pytest.raises(pb.InputError, match="holds a run whose peers learn from other teachers; choose another folder"):
+        pb.distill([other], small(0), resume=True, **how)
+    with pytest.raises(pb.InputError, match="other teachers"):
+        pb.distill([one, other], small(0), resume=True, **how)
+    again = pb.distill([pb.Point(small(1))], small(5), resume=True, **how)  # the same ones, made again
+    assert torch.equal(again[1].weight, first[1].weight)
+
+
+def test_a_codebook_is_that_of_the_posterior_that_was_given(tmp_path):
+    one, other = (pb.MeanField(small(seed)) for seed in (1, 2))
+    how = {"data": arrays(), "components": 8, "overrides": [*SHORT[:2], "peers.0.posterior.top=0"]}
+    found = pb.compress(one, run=tmp_path / "run", **how)
+    with pytest.raises(pb.InputError, match="holds a run in which peer 'net' started from other weights"):
+        pb.compress(other, run=tmp_path / "run", resume=True, **how)
+    again = pb.compress(pb.MeanField(small(1)), run=tmp_path / "run", resume=True, **how)
+    assert torch.equal(again.mean, found.mean)
+
+
+def test_a_peer_goes_on_from_where_it_started_only(tmp_path):
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    pb.fit({"a": pb.Point(small(0), start_from=small(1))}, **how)
+    with pytest.raises(pb.InputError, match="in which peer 'a' started from other weights; choose another folder"):
+        pb.fit({"a": pb.Point(small(0), start_from=small(2))}, resume=True, **how)
+    pb.fit({"a": pb.Point(small(7), start_from=small(1))}, resume=True, **how)
+    pb.fit({"a": pb.Point(small(7))}, resume=True, **how)  # random weights are never the same
+
+
+def test_nobody_teaches_is_a_sentence():
+    with pytest.raises(pb.InputError, match="a teacher is a NoneType, expected a posterior, a run or its folder"):
+        pb.distill(None, small(0))
