@@ -114,14 +114,16 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     for gain in ("0.05", "0.1"):
         wide = f"{data}-{network}-gain{gain}"
         variants[f"{wide}-stage1"] = f"{base}-stage1", [f"peers.0.posterior.gain={gain}"]
-        variants[f"{wide}-shared"] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
+        for kind in ("shared", "small"):
+            variants[f"{wide}-{kind}"] = f"{base}-{kind}", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
     gains = [f"recipes/{one}.toml" for one in variants if "gain" in one]
+    wide_small = runs(one for one in gains if one.endswith("-small.toml"))
     # With so few components it shows what outliers and blending do for them.
     ablated = ("shared", *more) if more else ()
     for kind in ablated:
         variants[f"{data}-{network}-coarse-{kind}"] = f"{base}-{kind}", ["peers.0.posterior.components=32"]
     coarse = [f"recipes/{data}-{network}-coarse-{kind}.toml" for kind in ablated]
-    judged = runs(recipes[:4])
+    judged, other = runs(recipes[:4]), "cifar100" if data == "cifar10" else "cifar10"
     stage1, codebook = judged[1:3]
     return {
         name: Table(
@@ -130,9 +132,9 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
                 f"{name}-gains": ["train", *gains, "--seeds", seeds],
                 **({f"{name}-coarse": ["train", *coarse, "--seeds", seeds]} if coarse else {}),
                 f"{name}-small": ["train", *small],
-                f"{name}-size": ["size", codebook, "--evaluate"],
-                f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small)],
-                f"{name}-outside": ["evaluate", *judged, "--ood", "cifar100" if data == "cifar10" else "cifar10"],
+                f"{name}-size": ["size", codebook, wide_small[-1], "--evaluate"],
+                f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small), *wide_small],
+                f"{name}-outside": ["evaluate", *judged, wide_small[-1], "--ood", other],
             },
             variants,
         )
