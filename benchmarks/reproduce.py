@@ -114,8 +114,9 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     for gain in ("0.05", "0.1"):
         wide = f"{data}-{network}-gain{gain}"
         variants[f"{wide}-stage1"] = f"{base}-stage1", [f"peers.0.posterior.gain={gain}"]
-        for kind in ("shared", "small"):
-            variants[f"{wide}-{kind}"] = f"{base}-{kind}", [f"peers.0.start_from='recipes/{wide}-stage1.toml'"]
+        start = f"peers.0.start_from='recipes/{wide}-stage1.toml'"
+        variants[f"{wide}-shared"] = f"{base}-shared", [start]
+        variants[f"{wide}-small"] = f"{base}-small", [start, f"method='shared_small_gain{gain}'"]  # a line of its own
     gains = [f"recipes/{one}.toml" for one in variants if "gain" in one]
     wide_small = runs(one for one in gains if one.endswith("-small.toml"))
     # With so few components it shows what outliers and blending do for them.
