@@ -516,13 +516,17 @@ def test_every_usual_kind_of_file_is_read(tmp_path):
     assert torch.equal(images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))
 
 
-def test_a_class_that_would_only_be_tested_is_named(tmp_path):
+def test_a_class_of_one_image_is_learnt_and_not_tested(tmp_path):
     for number in range(5):
         write_image(tmp_path / f"c{number}" / "0.png", number)
-    with pytest.raises(
-        InputError, match=r"all images of class \d would be held out to test by; add some, or a test split"
-    ):
+    with pytest.raises(InputError, match="expected a class with two images at least, to hold out a test split"):
         load(tmp_path)
+    for number in range(20):
+        write_image(tmp_path / "c3" / f"{number}.png", number)
+    found = load(tmp_path)
+    assert set(found.train.labels.tolist()) == {0, 1, 2, 3, 4}
+    assert set(found.test.labels.tolist()) == {3}
+    assert len(found.train) + len(found.test) == 24
 
 
 def test_grey_and_coloured_images_are_outside_of_each_other(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,6 +112,10 @@ def test_another_name_of_the_data_may_have_other_classes_to_start_from(folder, t
 # ---- sources that came from Python ----------------------------------------------------------------------------------
 
 
+CODEBOOK = [*SHORT[:2], "peers.0.posterior.outliers=false"]
+HOW = {"recipe": "distillation/kd", "overrides": SHORT[:2], "resume": True}
+
+
 def small(seed):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
@@ -150,6 +155,75 @@ def test_a_peer_goes_on_from_where_it_started_only(tmp_path):
         pb.fit({"a": pb.Point(small(0), start_from=small(2))}, resume=True, **how)
     pb.fit({"a": pb.Point(small(7), start_from=small(1))}, resume=True, **how)
     pb.fit({"a": pb.Point(small(7))}, resume=True, **how)  # random weights are never the same
+
+
+def test_a_run_that_is_finished_gives_its_peers_what_they_have_learnt(tmp_path):
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "resume": True}
+    before = None
+    for _ in range(2):  # a script that is run twice
+        first = pb.MeanField(small(3), prior="anchored")
+        pb.fit({"p": first}, run=tmp_path / "a", **how)
+        second = pb.Point(small(4), start_from=first)
+        pb.fit({"q": second}, run=tmp_path / "b", **how)
+        assert first.generation == 0
+        assert second.generation == 1
+        pb.compress(first, data=arrays(), components=8, run=tmp_path / "c", resume=True, overrides=CODEBOOK)
+        pb.distill([first], small(0), data=arrays(), run=tmp_path / "d", **HOW)
+        found = [posterior.state() for posterior in (first, second)]
+        for one, other in zip(found, before or found, strict=True):
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items() if "anchor" not in name)
+        before = found
+    run = pb.load(tmp_path / "a", networks={"p": small(0)})
+    pb.distill(run, small(0), data=arrays(), run=tmp_path / "d", **HOW)
+    pb.compress(run["p"], data=arrays(), components=8, run=tmp_path / "c", resume=True, overrides=CODEBOOK)
+
+
+def test_what_was_interrupted_goes_on_with_the_posterior_that_has_learnt_a_part(tmp_path, monkeypatch):
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    given = pb.Point(small(0), start_from=small(1))
+    monkeypatch.setattr(Session, "finish", lambda _: None)
+    pb.fit({"a": given}, checkpoint_every=2, **how)
+    monkeypatch.undo()
+    assert pb.fit({"a": given}, resume=True, **how).finished
+
+
+def test_runs_that_go_on_are_of_the_same_runs(tmp_path):
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2]}
+    runs = [pb.fit({"a": pb.Point(small(n))}, run=tmp_path / str(n), **how) for n in range(2)]
+    pb.fit({"a": runs[0]["a"]}, run=tmp_path / "next", **how)
+    again = [pb.load(run.folder, networks={"a": small(0)}) for run in runs]
+    pb.fit({"a": again[0]["a"]}, run=tmp_path / "next", resume=True, **how)
+    with pytest.raises(pb.InputError, match="peer 'a' started from other weights"):
+        pb.fit({"a": again[1]["a"]}, run=tmp_path / "next", resume=True, **how)
+    pb.fit({"a": pb.Point(small(0))}, run=tmp_path / "next", resume=True, **how)
+    with pytest.raises(pb.InputError, match="peer 'a' started from other weights"):
+        pb.fit({"a": again[1]["a"]}, run=tmp_path / "next", resume=True, **how)
+
+
+@pytest.mark.parametrize("strange", [{"epoch": 3}, {"row": torch.arange(20.0).view(4, 5)[:, 0][:1]}])
+def test_strange_sources_are_told_as_ever(strange):
+    with pytest.raises(pb.InputError, match=f"has a tensor '{next(iter(strange))}' that this network has not"):
+        pb.Point(small(0), start_from={**small(0).state_dict(), **strange})
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 1))
+    row = torch.arange(20.0).view(4, 5)[:, 0][:1]
+    found = pb.Point(net, start_from={**net.state_dict(), "1.bias": row})
+    assert found.origin == pb.Point(net, start_from={**net.state_dict(), "1.bias": row.clone()}).origin != ""
+
+
+def test_renamed_classes_are_refused_from_python_too(folder, tmp_path):
+    run = learnt(folder, tmp_path / "run")
+    changes = [*SHORT[:2], "data.validation=0"]
+    peer = {"m": pb.MeanField(small(0))}
+    own = pb.fit(peer, data=folder, recipe="mutual/digits-dnn", overrides=changes, run=tmp_path / "own")
+    rename(folder)
+    told = "has learnt class 0 as 'ant', but in set it is 'bee'"
+    for teacher in (run, str(run.folder)):
+        with pytest.raises(pb.InputError, match=f"teacher {run.folder}: {told}"):
+            pb.distill(teacher, small(0), recipe="distillation/kd", run=tmp_path / "s")
+    with pytest.raises(pb.InputError, match=f"{own.folder}: {told}"):
+        pb.compress(own, components=8, overrides=CODEBOOK)
+    with pytest.raises(pb.InputError, match=r"takes inputs of shape \(3, 8, 8\), but .* has \(1, 8, 8\)"):
+        pb.evaluate(own, data=replace(arrays(), shape=(1, 8, 8)))
 
 
 def test_nobody_teaches_is_a_sentence():

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from commands import called, refused
-from peerbayes.data import to_unit
+from peerbayes.data import splits, to_unit
 from peerbayes.data.splits import ArraySplit, Recoloured
+from peerbayes.errors import InputError
 from peerbayes.learning import load_recipe, train
 from peerbayes.reporting import predict_inputs, prediction_table
 
@@ -102,6 +103,15 @@ def test_texts_are_given_as_they_are_or_a_line_each(tmp_path):
         ("the cup", "sport"),
         ("goal", "sport"),
     ]
+    long = " ".join(["wind"] * 150)  # no name of a file
+    (one,) = predict_inputs(run.folder, long, device="cpu")
+    assert one["class"] == "weather"
+    assert len(prediction_table([one | {"text": "two\nlines"}]).splitlines()) == 2
+    for given, told in (("gone.txt", "gone.txt: there is no such text file"), (str(tmp_path), "no such text file")):
+        with pytest.raises(InputError, match=told):
+            predict_inputs(run.folder, [given], device="cpu")
+    with pytest.raises(InputError, match="there is nothing to predict"):
+        predict_inputs(run.folder, [], device="cpu")
     expected = run[next(iter(run))].predict(run.vocabulary.encode(["the cup"]), 1)
     (alone,) = predict_inputs(run.weights_file(next(iter(run))), ["the cup"], device="cpu")
     assert alone["probability"] == pytest.approx(float(expected.probabilities.max()), abs=1e-6)
@@ -133,3 +143,19 @@ def test_colours_become_pillows_grey_and_grey_becomes_colours(kind):
     assert (whole - torch.from_numpy(expected).float()).abs().max() <= 1
     back, _ = Recoloured(ArraySplit(grey, None), 3).batch(torch.arange(2), torch.device("cpu"))
     assert torch.equal(back, grey.expand(2, 3, 5, 4))
+
+
+def test_grey_is_made_in_bounded_memory(monkeypatch):
+    largest = []
+
+    class Counted(ArraySplit):
+        def batch(self, index, device):
+            largest.append(len(index))
+            return super().batch(index, device)
+
+    images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
+    whole, _ = Recoloured(ArraySplit(images, None), 1).batch(torch.arange(40), torch.device("cpu"))
+    monkeypatch.setattr(splits, "_NUMBERS", 7 * 48)
+    parts, _ = Recoloured(Counted(images, None), 1).batch(torch.arange(40), torch.device("cpu"))
+    assert torch.equal(parts, whole)
+    assert max(largest) == 7

@@ -64,11 +64,21 @@ class Recoloured:
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """See `Split`."""
-        images, labels = self.split.batch(index, device)
         if self.channels == 3:
+            images, labels = self.split.batch(index, device)
             return images.expand(-1, 3, -1, -1).contiguous(), labels
-        grey = (images.float() * images.new_tensor(LUMA, dtype=torch.float32).view(3, 1, 1)).sum(1, keepdim=True)
-        return (grey if images.is_floating_point() else grey.round().to(torch.uint8)), labels
+        one = self.split.batch(index[:1], device)[0].numel()
+        grey, known = [], []
+        for part in index.split(max(1, _NUMBERS // max(1, one))):  # as floats of three channels they are large
+            images, labels = self.split.batch(part, device)
+            grey.append(_luma(images))
+            known.append(labels)
+        return torch.cat(grey), torch.cat(known)
+
+
+def _luma(images: Tensor) -> Tensor:
+    grey = (images.float() * images.new_tensor(LUMA, dtype=torch.float32).view(3, 1, 1)).sum(1, keepdim=True)
+    return grey.to(images.dtype) if images.is_floating_point() else grey.round().to(torch.uint8)
 
 
 def order(count: int, address: Address, device: torch.device | str | None = None) -> Tensor:

@@ -21,7 +21,6 @@ from peerbayes.learning.stages import seeded
 from peerbayes.learning.teachers import Teachers
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared
-from peerbayes.posteriors.parameters import digest_of
 from peerbayes.posteriors.shared import usually_shared
 from peerbayes.sharing import Sharing, gradient_statistic, share, steepest
 
@@ -109,7 +108,7 @@ def shared_of(
     shared = Shared(network, book, start_from=posterior, weights=names, **how).to(posterior.device)
     _warn_of_little(shared, name)
     shared.account = account
-    shared.origin = digest_of(posterior.state())
+    shared.origin = posterior.digest()
     shared.merging = options.merge.model_dump() if options.merge_every_epoch else None
     return shared
 
@@ -122,7 +121,7 @@ def _warn_of_little(shared: Shared, name: str) -> None:
         largest = max(others, key=lambda one: others[one].numel())
         warnings.warn(
             f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
-            f"'{largest}' above all, have no scales to share and stay in float16",
+            f"'{largest}' above all, have no scales to share and stay as they are",
             PeerbayesWarning,
             stacklevel=2,
         )

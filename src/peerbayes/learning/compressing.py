@@ -68,7 +68,8 @@ def compress(
             raise InputError("data is missing: a posterior does not know what it has learnt; name it, or give a run")
         folder = Path(run or default_folder(str(into), seed))
         told: dict[str, Any] = {"data": data, "seed": seed, "reporter": reporter, **how}
-        return _compressed(own, folder, load_recipe(into, changes), load_recipe(first), resume, told)
+        known = source if isinstance(source, Run) else None
+        return _compressed(own, known, folder, load_recipe(into, changes), load_recipe(first), resume, told)
     if data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     place = source.folder if isinstance(source, Run) else Path(str(source))
@@ -131,9 +132,15 @@ def _of_ones_own(run: Run) -> Posterior | None:
 
 
 def _compressed(
-    posterior: Posterior, folder: Path, recipe: Recipe, first: Recipe, resume: bool, told: dict[str, Any]
+    posterior: Posterior,
+    known: Run | None,
+    folder: Path,
+    recipe: Recipe,
+    first: Recipe,
+    resume: bool,
+    told: dict[str, Any],
 ) -> Posterior:
-    """Compress a posterior that no recipe could build again; ``told`` is what both fits are told."""
+    """Compress a posterior, of a run if that is known, that no recipe could build again; both fits are ``told``."""
     peer, seed, data = recipe.peers[0], told["seed"], told["data"]
     options, scaled = _options(recipe, first)
     network = posterior.materialise()
@@ -143,6 +150,8 @@ def _compressed(
     if not isinstance(data, Dataset):
         named = recipe.data.model_copy(update={"name": str(data), "classes": None})
         data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
+    if known is not None:
+        known.refuse_strange(data)
     # What does not fit is found here, before anything is trained, or gradients are taken.
     Learner(recipe, {peer.name: blank}, data, seed, engine="eager", world=told.get("world", ALONE)).feed.close()
     if not isinstance(posterior, MeanField):

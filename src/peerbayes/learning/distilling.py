@@ -11,7 +11,7 @@ from torch import nn
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
-from peerbayes.learning.jobs import fit
+from peerbayes.learning.jobs import fit, fit_known
 from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.sources import require_seed
@@ -77,7 +77,7 @@ def distill(
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
     device = own if own.type != "cpu" else found[0].device
-    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
+    trained = fit_known({"student": student.to(device)}, data, chosen, run, found, runs, **how)
     save_networks(trained)
     return trained["student"].materialise()
 

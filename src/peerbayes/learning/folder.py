@@ -13,7 +13,6 @@ from peerbayes.errors import InputError
 from peerbayes.learning.run import Run, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.posteriors import Posterior
-from peerbayes.posteriors.parameters import digest_of
 
 OTHERS = "another process is training this run"
 FILES = [
@@ -51,8 +50,11 @@ def refuse_occupied(job: Job, resume: bool) -> None:
 
 def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) -> dict[str, str]:
     """Return digests of what peers started from, by their names, and of those whom they learn from."""
+    for posterior in peers.values():
+        if posterior.origin is None:  # worked out now: once it learns, it is another one
+            posterior.origin = posterior.digest()
     found = {f"peer '{name}'": posterior.origin for name, posterior in peers.items() if posterior.origin}
-    known = [digest_of(teacher.state()) for teacher in teachers]
+    known = [teacher.digest() for teacher in teachers]
     return found | ({"the teachers": " ".join(known)} if known else {})
 
 
@@ -61,8 +63,8 @@ def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
     before = Run(folder).about.get("origins") or {} if (folder / "recipe.toml").is_file() else {}
     for who, now in origins.items():
         if before.get(who, now) != now:
-            known = "other teachers" if who == "the teachers" else f"{who} started from other weights"
-            told = f"whose peers learn from {known}" if who == "the teachers" else f"in which {known}"
+            others = "whose peers learn from other teachers"
+            told = others if who == "the teachers" else f"in which {who} started from other weights"
             raise InputError(f"{folder}: holds a run {told}; choose another folder")
 
 

@@ -56,6 +56,23 @@ def fit(
         how: see `How`.
     """
     refuse_unknown(how, fit)
+    return fit_known(peers, data, recipe, run, teachers, (), seed, overrides, resume, reporter, **how)
+
+
+def fit_known(
+    peers: Mapping[str, Posterior],
+    data: str | Path | Dataset,
+    recipe: str | Path | Recipe,
+    run: str | Path,
+    teachers: Sequence[Posterior],
+    known: Sequence[Run],
+    seed: int = 0,
+    overrides: str | Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Run:
+    """As `fit`; the data must be what the runs ``known``, which the teachers are of, have learnt."""
     _check_given(peers, data)
     found, settings = load_recipe(recipe, overrides), How(**how)
     given = [
@@ -70,6 +87,8 @@ def fit(
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
     job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
+    for one in known:
+        one.refuse_strange(loaded, f"teacher {one.folder}")
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
@@ -84,7 +103,12 @@ def fit(
         session = Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught, generation=number)
         for error in train_wave([session], settings.world).values():
             raise error
-    return Run(run, networks_by_peer)
+        return Run(run, networks_by_peer)
+    done = Run(run, networks_by_peer)
+    for name, posterior in peers.items():  # as if they had been trained just now
+        posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
+        posterior.generation, posterior.origin = done[name].generation, None
+    return done
 
 
 def _check_given(peers: Any, data: Any) -> None:

@@ -133,14 +133,17 @@ class Run(Mapping[str, Posterior]):
         self.refuse_strange(loaded)
         return loaded
 
-    def refuse_strange(self, loaded: Dataset, who: str = "") -> None:
-        """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt."""
+    def refuse_strange(self, loaded: Dataset, who: str = "", sizes: bool = True) -> None:
+        """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt.
+
+        Without ``sizes`` images may be larger or smaller.
+        """
         who, about = who or str(self.folder), self.about.get("inputs") or {}
         if "classes" in about and about["classes"] != loaded.classes:
             raise InputError(f"{who}: knows {about['classes']} classes, but {loaded.name} has {loaded.classes}")
         self.refuse_renamed(loaded, who)
-        if "shape" in about and tuple(about["shape"]) != tuple(loaded.shape):
-            shape = tuple(about["shape"])
+        shape = tuple(about.get("shape", loaded.shape))
+        if shape != tuple(loaded.shape) and (sizes or (len(shape), shape[0]) != (len(loaded.shape), loaded.shape[0])):
             raise InputError(f"{who}: takes inputs of shape {shape}, but {loaded.name} has {tuple(loaded.shape)}")
 
     def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:

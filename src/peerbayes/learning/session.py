@@ -42,7 +42,8 @@ class Session:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
         self.generation = generation
-        self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
+        before = Run(job.folder).about.get("origins") if (job.folder / "recipe.toml").is_file() else None
+        self.origins = (before or {}) | origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
         options = how.learner_options(self.device)
@@ -121,7 +122,7 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
-            posterior.generation = self.generation
+            posterior.generation, posterior.origin = self.generation, None
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}

@@ -87,7 +87,7 @@ class Posterior(nn.Module):
         if not isinstance(network, nn.Module):
             raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
-        self.origin = "" if source is None else digest_of(source)  # what it started from, where it is known
+        self.origin: str | None = ""  # digest of what it started from; None for one that was not worked out yet
         self.network = copy.deepcopy(network)
         homes = first_names(self.network)
         chosen, others, self.aliases = take_parameters(self.network, bayesian)
@@ -102,6 +102,7 @@ class Posterior(nn.Module):
             origin = str(start_from) if isinstance(start_from, str | Path) else "start_from"
             source = under_first_names(source, homes)
             chosen, others = self._adopt(source, origin, chosen, others)
+            self.origin = digest_of(chosen | others | self.network.state_dict())
         device = next(iter((chosen | others).values())).device
         self._hold(self.layout.flatten(chosen).to(device), self.rest_layout.flatten(others).to(device))
         self.register_buffer("_inverse_sizes", self.layout.inverse_sizes().to(device), persistent=False)
@@ -252,6 +253,11 @@ class Posterior(nn.Module):
         tensors |= {f"rest/{name}": view for name, view in self.rest_layout.views(self.rest).items()}
         return tensors | {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
 
+    def digest(self) -> str:
+        """Return a digest of everything that it predicts with."""
+        # Anchors are of training alone, and files may be without them.
+        return digest_of({name: tensor for name, tensor in self.state().items() if not name.startswith("anchor/")})
+
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
         """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
@@ -289,7 +295,7 @@ class Posterior(nn.Module):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path)), str(path))
-        posterior.seed, posterior.name, posterior.generation = seed, name, 0
+        posterior.seed, posterior.name, posterior.generation, posterior.origin = seed, name, 0, None
         return posterior
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ Record = dict[str, Any]
 
 def predict_inputs(
     path: str | Path,
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     *,
     draws: int | None = None,
     device: str | torch.device = "auto",
@@ -36,6 +38,9 @@ def predict_inputs(
         draws: of each peer; by default as many as the recipe judges with.
         device: where to predict.
     """
+    inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    if not inputs:
+        raise InputError("there is nothing to predict: expected image files, folders or texts")
     run, names = peers_at(path)
     where, vocabulary = pick_device(device), run.vocabulary
     draws = run.recipe.evaluation.draws if draws is None else draws
@@ -55,6 +60,8 @@ def predict_inputs(
 def _records(run: Run, kind: str, labels: Sequence[str], log_p: Tensor, expected: Tensor) -> list[Record]:
     """Return a record an input, of log-probabilities (N, C) and the mean entropy of single draws (N,)."""
     known = run.about.get("class_names") or [str(number) for number in range(log_p.shape[1])]
+    if len(set(known)) < len(known):
+        known = [f"{number} {name}" for number, name in enumerate(known)]
     best, entropy = log_p.argmax(1).tolist(), _entropy(log_p)
     unsure = (entropy - expected).clamp_min(0)
     return [
@@ -75,7 +82,8 @@ def prediction_table(records: Sequence[Record]) -> str:
     kind = next(iter(records[0]))
     lines = [[kind, "class", "probability", "entropy", "disagreement"]]
     for one in records:
-        lines.append([one[kind], one["class"], *(f"{one[key]:.3f}" for key in lines[0][2:])])
+        shown = " ".join(one[kind].split()) if kind == "text" else one[kind]
+        lines.append([shown, one["class"], *(f"{one[key]:.3f}" for key in lines[0][2:])])
     return "\n".join(aligned(lines, 2))
 
 
@@ -110,12 +118,14 @@ def _images(run: Run, files: Sequence[str]) -> Split:
 def _texts(inputs: Sequence[str | Path]) -> list[str]:
     found: list[str] = []
     for one in map(str, inputs):
-        if len(one) < 1000 and "\n" not in one and Path(one).is_file():
+        if os.path.isfile(one):  # which takes texts of any length
             try:
-                lines = Path(one).read_text(encoding="utf-8-sig").splitlines()
+                lines = Path(one).read_text(encoding="utf-8-sig").split("\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{one}: cannot be read as UTF-8 text, one a line ({error})") from None
-            found += [line for line in lines if line.strip()]
+            found += [line.strip() for line in lines if line.strip()]
+        elif os.path.isdir(one) or (one.endswith((".txt", ".csv")) and not re.search(r"\s", one)):
+            raise InputError(f"{one}: there is no such text file, with one a line")
         else:
             found.append(one)
     if not found:

@@ -59,7 +59,7 @@ def evaluate(
         raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     loaded = run.data(root) if data is None else data
-    run.refuse_renamed(loaded)
+    run.refuse_strange(loaded, sizes=False)
     if corrupted is not None:
         check_corrupted(loaded, str(corrupted))
     foreign = {other: load_outside(other, loaded, root) for other in outside}
