@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from commands import called, refused
-from peerbayes.data import splits, to_unit
-from peerbayes.data.splits import ArraySplit, Recoloured
+from peerbayes.data import recolouring, to_unit
+from peerbayes.data.recolouring import Recoloured
+from peerbayes.data.splits import ArraySplit
 from peerbayes.errors import InputError
 from peerbayes.learning import load_recipe, train
 from peerbayes.reporting import predict_inputs, prediction_table
@@ -155,7 +156,7 @@ def test_grey_is_made_in_bounded_memory(monkeypatch):
 
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     whole, _ = Recoloured(ArraySplit(images, None), 1).batch(torch.arange(40), torch.device("cpu"))
-    monkeypatch.setattr(splits, "_NUMBERS", 7 * 48)
+    monkeypatch.setattr(recolouring, "NUMBERS", 7 * 48)
     parts, _ = Recoloured(Counted(images, None), 1).batch(torch.arange(40), torch.device("cpu"))
     assert torch.equal(parts, whole)
     assert max(largest) == 7

@@ -25,7 +25,7 @@ from peerbayes.data.augmentation import to_unit
 from peerbayes.data.batch_noise import Source, poisson
 from peerbayes.data.filters import blurred, convolved, enlarged, places, sampled, streaked
 from peerbayes.data.jpeg import jpeg
-from peerbayes.data.splits import LUMA
+from peerbayes.data.recolouring import LUMA
 from peerbayes.errors import InputError, nearest
 from peerbayes.noise import Address
 

@@ -28,6 +28,7 @@ from peerbayes import noise
 from peerbayes.data.corpora import Corpus, Texts, is_corpus, read_corpus
 from peerbayes.data.dividing import divided
 from peerbayes.data.known import IMAGENET_STATS
+from peerbayes.data.recolouring import Recoloured
 from peerbayes.data.sources import (
     READERS,
     Source,
@@ -38,7 +39,7 @@ from peerbayes.data.sources import (
     read_folder,
     read_npz,
 )
-from peerbayes.data.splits import ArraySplit, Recoloured, Split, measure
+from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.text import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.networks import WordVectors

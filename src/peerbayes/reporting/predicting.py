@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peerbayes.data import ArraySplit, Split
 from peerbayes.data.folders import EXTENSIONS, image_files
-from peerbayes.data.splits import FolderSplit, Recoloured
+from peerbayes.data.recolouring import Recoloured
+from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError
 from peerbayes.learning.run import Run, peers_at, pick_device
 from peerbayes.posteriors import predict_split

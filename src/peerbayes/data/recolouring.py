@@ -1,0 +1,48 @@
+"""Images of a split in another number of channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.splits import Split
+
+NUMBERS = 1 << 23  # numbers that are converted at a time
+LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
+
+
+@dataclass(frozen=True, eq=False)
+class Recoloured:
+    """Images of another split in another number of channels: grey ones of equal channels, colours by their luma."""
+
+    split: Split
+    channels: Literal[1, 3]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """As they were."""
+        return self.split.labels
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See `Split`."""
+        if self.channels == 3:
+            images, labels = self.split.batch(index, device)
+            return images.expand(-1, 3, -1, -1).contiguous(), labels
+        one = self.split.batch(index[:1], device)[0].numel()
+        grey, known = [], []
+        for part in index.split(max(1, NUMBERS // max(1, one))):  # as floats of three channels they are large
+            images, labels = self.split.batch(part, device)
+            grey.append(_luma(images))
+            known.append(labels)
+        return torch.cat(grey), torch.cat(known)
+
+
+def _luma(images: Tensor) -> Tensor:
+    grey = (images.float() * images.new_tensor(LUMA, dtype=torch.float32).view(3, 1, 1)).sum(1, keepdim=True)
+    return grey.to(images.dtype) if images.is_floating_point() else grey.round().to(torch.uint8)
