@@ -11,7 +11,9 @@ from PIL import Image
 
 import peerbayes as pb
 from commands import refused
+from peerbayes.errors import PeerbayesWarning
 from peerbayes.learning import Run, load_recipe, train
+from peerbayes.learning.folder import MetricsLog
 from peerbayes.learning.session import Session
 from peerbayes.reporting import evaluate
 
@@ -229,3 +231,123 @@ def test_renamed_classes_are_refused_from_python_too(folder, tmp_path):
 def test_nobody_teaches_is_a_sentence():
     with pytest.raises(pb.InputError, match="a teacher is a NoneType, expected a posterior, a run or its folder"):
         pb.distill(None, small(0))
+
+
+def test_what_left_no_checkpoint_is_not_gone_on_with_from_the_middle(tmp_path, monkeypatch):
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    whole = pb.fit({"a": pb.Point(small(0))}, **how | {"run": tmp_path / "whole"})
+    given, ended = pb.Point(small(0)), MetricsLog.write
+
+    def stop(log, line):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MetricsLog, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pb.fit({"a": given}, **how)
+    monkeypatch.setattr(MetricsLog, "write", ended)
+    with pytest.raises(pb.InputError, match="peer 'a' has learnt in a run that was interrupted before its first"):
+        pb.fit({"a": given}, resume=True, **how)
+    again = pb.fit({"a": pb.Point(small(0))}, resume=True, **how)
+    assert torch.equal(again["a"].mean, whole["a"].mean)
+    assert pb.fit({"a": given}, **how | {"run": tmp_path / "next"}).finished  # which is another run
+
+
+def test_loaded_posteriors_are_not_changed_by_looking(tmp_path):
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    found = pb.fit({"a": pb.Point(net)}, **how)["a"]
+    before = found.digest()
+    with torch.no_grad():
+        found(torch.zeros(8, 3, 8, 8))
+    assert found.digest() == before
+
+
+class Views(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 6, 3)
+        self.pool = torch.nn.MaxPool2d(2)
+        self.linear = torch.nn.Linear(54, 3)
+
+    def forward(self, x):
+        return self.linear(self.pool(torch.relu(self.conv(x))).view(len(x), -1))
+
+
+@pytest.mark.parametrize("kind", [pb.Point, pb.MeanField, lambda net: pb.RankOne(net, 2)])
+def test_networks_may_call_view_on_what_convolutions_give(tmp_path, kind):
+    torch.manual_seed(0)
+    net = Views()
+    posterior, images = kind(net), torch.rand(900, 3, 8, 8)
+    for count, draws in ((900, 3), (4, 1), (4, 3)):
+        found = kind(net).predict(images[:count], draws)
+        single = [found.replay(n) if found.draws.max() > n else None for n in range(int(found.draws.max()))]
+        plain = torch.stack([posterior.materialise(one)(images[:count]).softmax(-1) for one in single]).mean(0)
+        torch.testing.assert_close(found.probabilities, plain, rtol=0, atol=1e-5)
+    run = pb.fit({"a": posterior}, data=arrays(), recipe="mutual/digits-dnn", overrides=SHORT[:2], run=tmp_path / "run")
+    assert run.finished
+    torch.testing.assert_close(posterior.eval()(images[:5]), posterior.materialise()(images[:5]))
+
+
+def test_what_is_no_teacher_is_told(tmp_path):
+    how = {"data": arrays(), "recipe": "distillation/kd", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    for given in ([small(1)], ["folder"]):
+        with pytest.raises(pb.InputError, match=r"a teacher is a .*, expected a posterior; wrap a network in Point"):
+            pb.fit({"a": pb.Point(small(0))}, teachers=given, **how)
+    assert pb.fit({"a": pb.Point(small(0))}, teachers=pb.Point(small(1)), **how).finished
+
+
+def test_names_of_others_are_not_taken():
+    images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    with pytest.raises(pb.InputError, match="name 'digits' is that of a known data set; choose another one for these"):
+        pb.data.from_arrays(train=(images, labels), name="digits")
+
+    def likelihood(step, peer, *, weight=1.0):
+        return step.logits(peer).mean() * weight
+
+    with pytest.raises(pb.InputError, match="there is a term 'likelihood' already, which recipes are made of"):
+        pb.term(likelihood)
+
+
+def test_a_run_of_ones_own_network_is_compressed_on_the_data_as_it_has_learnt_it(folder, tmp_path):
+    changes = [*SHORT[:2], "data.size=4", "data.validation=0.25"]
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3))
+    run = pb.fit(
+        {"m": pb.MeanField(net)}, data=folder, recipe="mutual/digits-dnn", overrides=changes, run=tmp_path / "r"
+    )
+    pb.compress(run, components=8, overrides=["stages.0.epochs=1", "peers.0.posterior.outliers=false"])
+    found = load_recipe(tmp_path / "r-shared" / "recipe.toml").data
+    assert (found.size, found.validation, found.batch_size) == (4, 0.25, 16)
+
+
+def test_texts_are_judged_and_distilled_by_the_words_that_were_learnt(tmp_path):
+    place = tmp_path / "txt"
+    place.mkdir()
+    words = {1: "goal match team coach score", 2: "stock bank price trade fund"}
+    chance = np.random.default_rng(0)
+    for part, count in (("train", 60), ("test", 20)):
+        rows = (f"{1 + n % 2},{' '.join(chance.choice(words[1 + n % 2].split(), 4))}" for n in range(count))
+        (place / f"{part}.csv").write_text("\n".join(rows))
+    data = pb.data.load(place, validation=20)
+
+    def net():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.EmbeddingBag(400, 8), torch.nn.Linear(8, 2))
+
+    changes = ["stages.*.epochs=20", "data.batch_size=8", "data.validation=20", "data.augment=[]"]
+    changes.append('stages.*.optimizer={name="adam",lr=0.05}')
+    run = pb.fit(
+        {"m": pb.MeanField(net())}, data=place, recipe="mutual/digits-dnn", overrides=changes, run=tmp_path / "r"
+    )
+    assert pb.evaluate(run)["peers"][0]["accuracy"] > 0.9
+    (place / "train.csv").write_text("1,zebra zebra\n2,yak yak\n" + (place / "train.csv").read_text())
+    other = pb.data.load(place)
+    assert other.vocabulary != data.vocabulary
+    with pytest.raises(pb.InputError, match="has other numbers for words than those made of the training split"):
+        pb.evaluate(run, data=other)
+    short = ["stages.*.epochs=20", "data.batch_size=8", "data.augment=[]", 'stages.*.optimizer={name="adam",lr=0.05}']
+    student = pb.distill([run], net(), data=place, recipe="distillation/kd", overrides=short, run=tmp_path / "s")
+    test = run.data().test
+    assert (student(test.images).argmax(-1) == test.labels).float().mean() > 0.9
+    with pytest.warns(PeerbayesWarning, match="16 of 3,218 weights share a codebook"):
+        small_one = pb.compress(run, components=4, overrides=["stages.0.epochs=1", "peers.0.posterior.outliers=false"])
+    assert (small_one.predict(test.images, 5).classes == test.labels).float().mean() > 0.9

@@ -159,6 +159,8 @@ def from_arrays(
         names: of the classes; by default they are numbered, from 0 without gaps.
         name: of the data set, in tables.
     """
+    if name in READERS:
+        raise InputError(f"name '{name}' is that of a known data set; choose another one for these")
     classes = None if names is None else len(names)
     split = _array_split("train", train, classes)
     classes = classes or count_classes(split, "train_labels")

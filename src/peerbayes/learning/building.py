@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from peerbayes import networks
-from peerbayes.data import Dataset, Vocabulary
+from peerbayes.data import Dataset
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.learning.recipe import Recipe
-from peerbayes.learning.run import Run, network_inputs, peers_at
+from peerbayes.learning.run import Run, network_inputs, peers_at, refuse_other_words
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.sources import Job, is_trained, only_weights, rehearsed, source_of, teacher_sources
@@ -39,7 +38,7 @@ def build_peer(
     if isinstance(source, Job):
         source = only_weights(Run(source.folder), peer)
     if source is not None:
-        _refuse_other_words(source.parent, loaded)
+        refuse_other_words(source.parent, loaded)
         _look_at_source(source.parent, recipe, loaded)
     inputs = network_inputs(loaded)
     if isinstance(peer.posterior, SharedOptions):
@@ -145,7 +144,6 @@ def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers 
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)
         run.refuse_strange(loaded, f"teacher {run.folder}")
-        _refuse_other_words(run.folder, loaded)
         _warn_of_known(run, job.recipe)
         found += [run[name].to(device) for name in names]
     return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
@@ -175,13 +173,3 @@ def _warn_of_known(run: Run, recipe: Recipe) -> None:
             PeerbayesWarning,
             stacklevel=2,
         )
-
-
-def _refuse_other_words(folder: Path, loaded: Dataset) -> None:
-    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
-    path = folder / "vocabulary.json"
-    if loaded.vocabulary is None or not path.is_file():
-        return
-    if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
-        raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
-                         "here; expected the texts and data.text that the run was trained with")  # fmt: skip

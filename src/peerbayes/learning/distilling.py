@@ -59,7 +59,13 @@ def distill(
     else:
         if chosen.name in packaged():  # which hold out a part of their own data, not of these
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
+        words = runs[0].vocabulary if runs else None
+        if words is not None and not isinstance(data, Dataset):
+            named = {"name": str(data), "classes": None, "text": runs[0].recipe.data.text}
+            chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=named)})
         chosen = load_recipe(chosen, overrides)
+        if words is not None and not isinstance(data, Dataset):
+            data = load_data(chosen, how.get("root"), words)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
     kind = chosen.peers[0].posterior

@@ -74,6 +74,10 @@ def fit_known(
 ) -> Run:
     """As `fit`; the data must be what the runs ``known``, which the teachers are of, have learnt."""
     _check_given(peers, data)
+    teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
+    for one in teachers:
+        if not isinstance(one, Posterior):
+            raise InputError(f"a teacher is a {type(one).__name__}, expected a posterior; wrap a network in Point(...)")
     found, settings = load_recipe(recipe, overrides), How(**how)
     given = [
         {"name": name, "network": CUSTOM, "posterior": {"kind": posterior.kind, **posterior.options()}}
@@ -87,8 +91,8 @@ def fit_known(
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
     job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
-    for one in known:
-        one.refuse_strange(loaded, f"teacher {one.folder}")
+    for taught_by in known:
+        taught_by.refuse_strange(loaded, f"teacher {taught_by.folder}")
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape

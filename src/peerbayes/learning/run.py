@@ -142,6 +142,7 @@ class Run(Mapping[str, Posterior]):
         if "classes" in about and about["classes"] != loaded.classes:
             raise InputError(f"{who}: knows {about['classes']} classes, but {loaded.name} has {loaded.classes}")
         self.refuse_renamed(loaded, who)
+        refuse_other_words(self.folder, loaded)
         shape = tuple(about.get("shape", loaded.shape))
         if shape != tuple(loaded.shape) and (sizes or (len(shape), shape[0]) != (len(loaded.shape), loaded.shape[0])):
             raise InputError(f"{who}: takes inputs of shape {shape}, but {loaded.name} has {tuple(loaded.shape)}")
@@ -284,6 +285,16 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
     if options.classes is not None and loaded.classes != options.classes:
         raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
     return loaded
+
+
+def refuse_other_words(folder: Path, loaded: Dataset) -> None:
+    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
+    path = folder / "vocabulary.json"
+    if loaded.vocabulary is None or not path.is_file():
+        return
+    if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
+        raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
+                         "here; expected the texts and data.text that the run was trained with")  # fmt: skip
 
 
 def pick_device(device: str | torch.device) -> torch.device:

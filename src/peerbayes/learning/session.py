@@ -63,6 +63,10 @@ class Session:
         )
         self.found = stamp(self.folder) if resume else None
         newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
+        begun = [name for name, posterior in peers.items() if posterior.learning]
+        if newest is None and begun and resume and (self.folder / "recipe.toml").is_file():
+            raise InputError(f"peer '{begun[0]}' has learnt in a run that was interrupted before its first checkpoint; "
+                             "make it anew, as it was")  # fmt: skip
         if newest is not None:
             tensors, about, complaints = newest
             for complaint in complaints:
@@ -84,6 +88,8 @@ class Session:
             yield
             return
         job, step = self.job, self.learner.position.step
+        for posterior in self.peers.values():
+            posterior.learning = True
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder):
             if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
@@ -122,7 +128,7 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
-            posterior.generation, posterior.origin = self.generation, None
+            posterior.generation, posterior.origin, posterior.learning = self.generation, None, False
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}

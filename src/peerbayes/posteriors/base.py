@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,8 @@ class Posterior(nn.Module):
         if not isinstance(network, nn.Module):
             raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
+        self.learning = False  # whether a run has begun to change it, and has not ended
+        self.plain_memory = False  # whether convolutions must not have channels last
         self.origin: str | None = ""  # digest of what it started from; None for one that was not worked out yet
         self.network = copy.deepcopy(network)
         homes = first_names(self.network)
@@ -212,8 +215,20 @@ class Posterior(nn.Module):
     def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
         """Return the network's output with the named tensors in the places of its parameters."""
         network = self.network if network is None else network
-        logits: Tensor = torch.func.functional_call(network, tensors, (prepared(inputs),), tie_weights=False)
-        return logits
+        inputs = prepared(inputs)
+        if self.plain_memory:
+            inputs = inputs.contiguous()
+            tensors = {name: t.contiguous() if t.dim() == 4 else t for name, t in tensors.items()}
+        call = functools.partial(torch.func.functional_call, network, tensors, (inputs,), tie_weights=False)
+        if self.plain_memory or torch.compiler.is_compiling():
+            return cast(Tensor, call())
+        try:
+            return cast(Tensor, call())
+        except RuntimeError as error:
+            if "view size is not compatible" not in str(error):
+                raise
+        self.plain_memory = True  # a network that calls view on what it takes to lie channel by channel
+        return self.run_network(inputs, tensors, network)
 
     def forward_features(
         self, inputs: Tensor, weights: Weights, layers: Sequence[str]
@@ -296,7 +311,7 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: {error}") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path)), str(path))
         posterior.seed, posterior.name, posterior.generation, posterior.origin = seed, name, 0, None
-        return posterior
+        return posterior.eval()  # see `materialise`
 
     @classmethod
     def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

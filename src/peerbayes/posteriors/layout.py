@@ -34,7 +34,8 @@ class Layout:
 
     def inverse_sizes(self) -> Tensor:
         """Return (size,) with 1/n_l at every element of tensor l: a dot with it is Σ_l mean over l."""
-        return torch.cat([torch.empty(0), *(torch.full((size,), 1 / size) for size in self.sizes)])
+        found = [torch.full((size,), 1 / size, dtype=torch.float32) for size in self.sizes]
+        return torch.cat([torch.empty(0, dtype=torch.float32), *found])
 
 
 def _shaped(piece: Tensor, shape: torch.Size) -> Tensor:

@@ -81,6 +81,9 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None, between_pe
 
 def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -> Any:
     name = function.__name__
+    own = _place(function)[0].startswith("peerbayes.")
+    if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not own:
+        raise InputError(f"there is a term '{name}' already, which recipes are made of; choose another name")
     parameters = inspect.signature(function).parameters.values()
     hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
     fields: dict[str, Any] = {}
