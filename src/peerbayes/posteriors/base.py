@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -219,11 +218,10 @@ class Posterior(nn.Module):
         if self.plain_memory:
             inputs = inputs.contiguous()
             tensors = {name: t.contiguous() if t.dim() == 4 else t for name, t in tensors.items()}
-        call = functools.partial(torch.func.functional_call, network, tensors, (inputs,), tie_weights=False)
-        if self.plain_memory or torch.compiler.is_compiling():
-            return cast(Tensor, call())
+        if self.plain_memory or torch.compiler.is_compiling():  # before it compiles, a network has been tried
+            return _called(network, tensors, inputs)
         try:
-            return cast(Tensor, call())
+            return _called(network, tensors, inputs)
         except RuntimeError as error:
             if "view size is not compatible" not in str(error):
                 raise
@@ -330,6 +328,11 @@ class Posterior(nn.Module):
         require_same(source, chosen | others | kept, origin)
         self.network.load_state_dict(source, strict=False)
         return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
+
+
+def _called(network: nn.Module, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    logits: Tensor = torch.func.functional_call(network, tensors, (inputs,), tie_weights=False)
+    return logits
 
 
 def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:
