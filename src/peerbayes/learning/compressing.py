@@ -62,20 +62,18 @@ def compress(
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
     own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
     if own is not None:
-        stages = [load_recipe(into, changes), load_recipe(first)]
-        if isinstance(source, Run):
+        known = source if isinstance(source, Run) else None
+        last, scales = load_recipe(into), load_recipe(first)
+        if known is not None:
             if data is None:  # on the data that it has learnt, as it has learnt it
-                known_data = {"data": source.recipe.data}
-                stages = [load_recipe(load_recipe(into).model_copy(update=known_data), changes),
-                          stages[1].model_copy(update=known_data)]  # fmt: skip
-                data = source.recipe.data.name if source.vocabulary is None else source.data(how.get("root"))
-            run = run or _beside(source.folder)
+                last, scales = (one.model_copy(update={"data": known.recipe.data}) for one in (last, scales))
+                data = known.recipe.data.name if known.vocabulary is None else known.data(how.get("root"))
+            run = run or _beside(known.folder)
         if data is None:
             raise InputError("data is missing: a posterior does not know what it has learnt; name it, or give a run")
         folder = Path(run or default_folder(str(into), seed))
         told: dict[str, Any] = {"data": data, "seed": seed, "reporter": reporter, **how}
-        known = source if isinstance(source, Run) else None
-        return _compressed(own, known, folder, stages[0], stages[1], resume, told)
+        return _compressed(own, known, folder, load_recipe(last, changes), scales, resume, told)
     if data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     place = source.folder if isinstance(source, Run) else Path(str(source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -46,8 +46,7 @@ def distill(
     """
     refuse_unknown(how, distill, fit)
     require_seed(how.get("seed", 0))
-    several = isinstance(teachers, Iterable) and not isinstance(teachers, Teacher)
-    runs, found = _opened(list(cast(Iterable[Any], teachers)) if several else [teachers])
+    runs, found = _opened(teachers)
     chosen = load_recipe(recipe)
     if data is None:
         if not runs:
@@ -59,12 +58,12 @@ def distill(
     else:
         if chosen.name in packaged():  # which hold out a part of their own data, not of these
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
-        words = runs[0].vocabulary if runs else None
-        if words is not None and not isinstance(data, Dataset):
+        words = runs[0].vocabulary if runs and not isinstance(data, Dataset) else None
+        if words is not None:
             named = {"name": str(data), "classes": None, "text": runs[0].recipe.data.text}
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=named)})
         chosen = load_recipe(chosen, overrides)
-        if words is not None and not isinstance(data, Dataset):
+        if words is not None:
             data = load_data(chosen, how.get("root"), words)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
@@ -88,8 +87,10 @@ def distill(
     return trained["student"].materialise()
 
 
-def _opened(given: Sequence[Any]) -> tuple[list[Run], list[Posterior]]:
-    """Return the runs among the teachers, and all posteriors that teach."""
+def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
+    """Return the runs among teachers, or of a single one, and all posteriors that teach."""
+    if isinstance(given, Teacher) or not isinstance(given, Iterable):
+        given = [given]
     runs: list[Run] = []
     found: list[Posterior] = []
     for one in given:

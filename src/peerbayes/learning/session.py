@@ -17,7 +17,7 @@ from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, ori
 from peerbayes.learning.how import How
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import Run, environment, network_inputs, read_json, write_text
+from peerbayes.learning.run import Run, environment, network_inputs, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
@@ -42,8 +42,7 @@ class Session:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
         self.generation = generation
-        before = Run(job.folder).about.get("origins") if (job.folder / "recipe.toml").is_file() else None
-        self.origins = (before or {}) | origins_of(peers, [] if teachers is None else teachers.posteriors)
+        self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
         options = how.learner_options(self.device)
@@ -62,20 +61,23 @@ class Session:
             **options,
         )
         self.found = stamp(self.folder) if resume else None
-        newest = checkpoints.read_newest(self.folder) if resume and self.folder.is_dir() else None
-        begun = [name for name, posterior in peers.items() if posterior.learning]
-        if newest is None and begun and resume and (self.folder / "recipe.toml").is_file():
-            raise InputError(f"peer '{begun[0]}' has learnt in a run that was interrupted before its first checkpoint; "
-                             "make it anew, as it was")  # fmt: skip
-        if newest is not None:
+        before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
+        newest = None if before is None else checkpoints.read_newest(self.folder)
+        if before is not None:
+            self.origins = (before.about.get("origins") or {}) | self.origins
+            begun = [name for name, posterior in peers.items() if posterior.learning]
+            if newest is None and begun:
+                raise InputError(f"peer '{begun[0]}' has learnt in a run that was interrupted before its first "
+                                 "checkpoint; make it anew, as it was")  # fmt: skip
+        if before is not None and newest is not None:
             tensors, about, complaints = newest
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
-            Run(self.folder).refuse_strange(loaded)
+            before.refuse_strange(loaded)
             self.learner.restore(tensors, about)
-            before = read_json(self.folder / "run.json").get("precision", self.precision)
-            if before != self.precision:
-                self.reporter.warn(f"{self.folder}: was trained in {before} so far, and goes on in {self.precision}")
+            so_far = before.about.get("precision", self.precision)
+            if so_far != self.precision:
+                self.reporter.warn(f"{self.folder}: was trained in {so_far} so far, and goes on in {self.precision}")
 
     def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         if self.world.is_first:

@@ -64,7 +64,7 @@ class Prediction:
     @property
     def entropy(self) -> Tensor:
         """H[p̄] in nats, shape (N,)."""
-        return _entropy(self.log_probabilities)
+        return entropy_of(self.log_probabilities)
 
     @property
     def disagreement(self) -> Tensor:
@@ -224,7 +224,7 @@ def _average(
     for log_p in _passes(posterior, images, draws, address, batch_size, half):
         one = log_p.logsumexp(0) if len(log_p) > 1 else log_p[0]
         total = torch.logaddexp(total, one) if total.numel() else one
-        entropy += _entropy(log_p).sum(0)
+        entropy += entropy_of(log_p).sum(0)
     count = torch.full((len(images),), draws, device=device)
     return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
 
@@ -301,7 +301,7 @@ def _settle(
             total = torch.full((len(images), log_p.shape[1]), -math.inf, device=device)
             referee = Referee(log_p, settle)
         total[here] = torch.logaddexp(total[here], log_p)
-        entropy[here] += _entropy(log_p)
+        entropy[here] += entropy_of(log_p)
         spent[active] += 1
         settled = referee.settled(here, log_p.exp(), total[here])
         if (number + 1) % posterior.members == 0:  # these come in order: some of them are no sample of all
@@ -321,6 +321,7 @@ def _keep_heap() -> None:
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
-def _entropy(log_p: Tensor) -> Tensor:
+def entropy_of(log_p: Tensor) -> Tensor:
+    """Return −Σ_c p_c log p_c in nats (...), of log-probabilities (..., C)."""
     entropy: Tensor = torch.special.entr(log_p.exp()).sum(-1)
     return entropy

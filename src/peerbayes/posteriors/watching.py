@@ -18,8 +18,6 @@ class Watcher:
 
 
 _NOBODY = Watcher()
-
-
 watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=_NOBODY)
 
 

@@ -16,6 +16,7 @@ from peerbayes.data.corruptions import COMMON, SEVERITIES
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.posteriors import Posterior
+from peerbayes.posteriors.prediction import entropy_of
 
 Record = dict[str, Any]
 Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
@@ -30,7 +31,7 @@ def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
         log_p: log-probabilities (N, C) of the test split.
         outside: log-probabilities (K, C) of the other data set.
     """
-    inner, outer = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, outside))
+    inner, outer = (entropy_of(x) for x in (log_p, outside))
     most = math.log(log_p.shape[1])
     edges = torch.linspace(0, most, BINS + 1)
     counts = [torch.histc(x.float().clamp(0, most), BINS, 0, most).int().tolist() for x in (inner, outer)]

@@ -6,22 +6,21 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from peerbayes.data import ArraySplit, Split
-from peerbayes.data.folders import EXTENSIONS, image_files
+from peerbayes.data.folders import read_images
 from peerbayes.data.recolouring import Recoloured
 from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError
 from peerbayes.learning.run import Run, peers_at, pick_device
 from peerbayes.posteriors import predict_split
+from peerbayes.posteriors.prediction import entropy_of
 from peerbayes.reporting.outside import mean_of
+from peerbayes.reporting.records import Record
 from peerbayes.reporting.tables import aligned
-
-Record = dict[str, Any]
 
 
 def predict_inputs(
@@ -54,7 +53,7 @@ def predict_inputs(
         split = ArraySplit(vocabulary.encode(labels), None)
     found = [predict_split(run[name].to(where), split, draws, seed=run.seed, name=name) for name in names]
     log_p = torch.stack([own for own, *_ in found])
-    expected = torch.stack([_entropy(own) - disagreement for own, _, disagreement, _ in found]).mean(0)
+    expected = torch.stack([entropy_of(own) - disagreement for own, _, disagreement, _ in found]).mean(0)
     return _records(run, "text" if vocabulary is not None else "file", labels, mean_of(log_p), expected)
 
 
@@ -63,7 +62,7 @@ def _records(run: Run, kind: str, labels: Sequence[str], log_p: Tensor, expected
     known = run.about.get("class_names") or [str(number) for number in range(log_p.shape[1])]
     if len(set(known)) < len(known):
         known = [f"{number} {name}" for number, name in enumerate(known)]
-    best, entropy = log_p.argmax(1).tolist(), _entropy(log_p)
+    best, entropy = log_p.argmax(1).tolist(), entropy_of(log_p)
     unsure = (entropy - expected).clamp_min(0)
     return [
         {
@@ -88,20 +87,12 @@ def prediction_table(records: Sequence[Record]) -> str:
     return "\n".join(aligned(lines, 2))
 
 
-def _entropy(log_p: Tensor) -> Tensor:
-    entropy: Tensor = torch.special.entr(log_p.exp()).sum(-1)
-    return entropy
-
-
 def _files(inputs: Sequence[str | Path]) -> list[str]:
     found: list[str] = []
     for one in map(Path, inputs):
         if not one.exists():
             raise InputError(f"{one}: there is no such image file or folder")
-        below = image_files(one) if one.is_dir() else [str(one)]
-        if not below:
-            raise InputError(f"{one}: expected images ({', '.join(EXTENSIONS)}), found none")
-        found += below
+        found += read_images(one).files if one.is_dir() else [str(one)]
     return found
 
 

@@ -58,8 +58,9 @@ def evaluate(
     if data is not None and not isinstance(data, Dataset):
         raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
+    if data is not None:
+        run.refuse_strange(data, sizes=False)
     loaded = run.data(root) if data is None else data
-    run.refuse_strange(loaded, sizes=False)
     if corrupted is not None:
         check_corrupted(loaded, str(corrupted))
     foreign = {other: load_outside(other, loaded, root) for other in outside}
