@@ -133,9 +133,9 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
                 f"{name}-gains": ["train", *gains, "--seeds", seeds],
                 **({f"{name}-coarse": ["train", *coarse, "--seeds", seeds]} if coarse else {}),
                 f"{name}-small": ["train", *small],
-                f"{name}-size": ["size", codebook, wide_small[-1], "--evaluate"],
+                f"{name}-size": ["size", codebook, *wide_small, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small), *wide_small],
-                f"{name}-outside": ["evaluate", *judged, wide_small[-1], "--ood", other],
+                f"{name}-outside": ["evaluate", *judged, *wide_small, "--ood", other],
             },
             variants,
         )
@@ -144,20 +144,38 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
 
 def pipeline() -> dict[str, Table]:
     name = "pipeline-cifar10-resnet20"
-    shipped = f"{name}-shipped".replace("-", "/", 1)
+    base = name.replace("-", "/", 1)
     peer = f"runs/{name}-peers-seed0/weights-pretrained.safetensors"
+    taught, plain = "cifar10-resnet20-bayesian-kd", ["stages.0.perturb.kind=none"]
     variants = {
-        "cifar10-resnet20-bayesian-kd": (
+        taught: (
             "distillation/cifar100-resnet20-bayesian-kd",
             ["data.name=cifar10", "data.classes=10", f"teachers.runs=['{peer}']", "stages.0.epochs=100"],
-        )
+        ),
+        # What of the distillation step it is that loses: the images, or the weaker of the two teachers.
+        "cifar10-resnet20-members-of-both": (f"{base}-distilled", plain),
+        "cifar10-resnet20-members-of-one": (
+            f"{base}-distilled",
+            [*plain, "teachers.peers=['pretrained']", "teachers.draws=4"],
+        ),
+        # The chain again, with the student that loses nothing.
+        "cifar10-resnet20-kd-scaled": (f"{base}-scaled", [f"peers.0.start_from='recipes/{taught}.toml'"]),
+        "cifar10-resnet20-kd-shipped": (
+            f"{base}-shipped",
+            ["peers.0.start_from='recipes/cifar10-resnet20-kd-scaled.toml'"],
+        ),
     }
+    recipes = [f"recipes/{one}.toml" for one in variants]
     return {
         name: Table(
             {
-                f"{name}-records": ["train", shipped],
-                name: ["figure", "pipeline", *runs([shipped])],
-                f"{name}-kd": ["train", *(f"recipes/{one}.toml" for one in variants)],
+                f"{name}-records": ["train", f"{base}-shipped"],
+                name: ["figure", "pipeline", *runs([f"{base}-shipped"])],
+                f"{name}-kd": ["train", recipes[0]],
+                f"{name}-kd-outside": ["evaluate", *runs(recipes[:1]), "--ood", "cifar100"],
+                f"{name}-members": ["train", *recipes[1:3]],
+                f"{name}-kd-records": ["train", recipes[-1]],
+                f"{name}-kd-pipeline": ["figure", "pipeline", *runs(recipes[-1:])],
             },
             variants,
         )

@@ -469,6 +469,23 @@ def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     assert not torch.equal(teachers["teacher1"].mean, teachers["teacher2"].mean)
 
 
+def test_peers_may_be_chosen_to_teach(teachers, tmp_path, capsys):
+    chosen, into = "teachers.peers=['teacher2']", ["--into", "distillation/kd"]
+    less = change("stages.0.epochs=1", *SMALL)
+    called("distill", teachers.folder, *into, "--run", tmp_path / "peer", *less, *change(chosen), *QUIET)
+    file = teachers.folder / "weights-teacher2.safetensors"
+    called("distill", file, *into, "--run", tmp_path / "file", *less, *QUIET)
+    learnt = [load_file(tmp_path / run / "network-student.safetensors") for run in ("peer", "file")]
+    for name, values in learnt[0].items():
+        assert torch.equal(values, learnt[1][name]), name
+    found = distill_refused(capsys, tmp_path, teachers.folder, *into, *change("teachers.peers=['me']"))
+    assert found == "teachers.peers: no teacher is called 'me'; they are called teacher1, teacher2"
+    found = distill_refused(capsys, tmp_path, teachers.folder, *change(chosen))
+    assert "'tdiv_sdiv' compares teachers, but there is only one" in found
+    with pytest.raises(InputError, match=r"^overrides: 'teachers.peers' has no effect here; give the teachers"):
+        pb.distill([teachers], teachers["teacher2"].materialise(), run=tmp_path / "python", overrides=chosen)
+
+
 LITTLE = ["stages.0.epochs=2", "stages.0.warmup=0", "data.batch_size=12", "stages.0.optimizer.lr=0.02"]
 
 

@@ -136,17 +136,20 @@ def build_peers(job: Job, loaded: Dataset, device: torch.device, behind: int = 0
 
 def build_teachers(job: Job, loaded: Dataset, device: torch.device) -> Teachers | None:
     """Load a recipe's teachers, and check that they fit the data; untrained ones stand in for those to be trained."""
-    found: list[Posterior] = []
+    chosen, found = job.recipe.teachers, list[Posterior]()
+    if chosen is None:
+        return None
     for source in teacher_sources(job):
         if isinstance(source, Job) and not is_trained(source.folder):
-            found += build_peers(rehearsed(source), loaded, device).values()
+            peers = build_peers(rehearsed(source), loaded, device)
+            found += [peer for name, peer in peers.items() if chosen.has(name)]
             continue
         path = source.folder if isinstance(source, Job) else source
         run, names = peers_at(path)
         run.refuse_strange(loaded, f"teacher {run.folder}")
         _warn_of_known(run, job.recipe)
-        found += [run[name].to(device) for name in names]
-    return Teachers(found, job.recipe.teachers.draws, job.seed) if job.recipe.teachers is not None else None
+        found += [run[name].to(device) for name in names if chosen.has(name)]
+    return Teachers(found, chosen.draws, job.seed)
 
 
 def _look_at_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:

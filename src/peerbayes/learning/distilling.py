@@ -11,7 +11,7 @@ from torch import nn
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
-from peerbayes.learning.jobs import fit, fit_known
+from peerbayes.learning.jobs import fit, fit_known, refuse_naming_teachers
 from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, load_data, peers_at
 from peerbayes.learning.sources import require_seed
@@ -46,6 +46,7 @@ def distill(
     """
     refuse_unknown(how, distill, fit)
     require_seed(how.get("seed", 0))
+    refuse_naming_teachers(overrides)
     runs, found = _opened(teachers)
     chosen = load_recipe(recipe)
     if data is None:
@@ -121,6 +122,7 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
     table = base.model_dump(exclude_none=True)
     first = load_recipe(str(runs[0])) if is_recipe(str(runs[0])) else peers_at(runs[0])[0].recipe
     table["data"] = first.data.model_dump(exclude_none=True)
+    table["teachers"].pop("peers", None)  # of the recipe's own teachers
     table["teachers"]["runs"] = [str(Path(run)) for run in runs]
     for one in changes:
         change(table, one, f"recipe {into}")

@@ -74,6 +74,7 @@ def fit_known(
 ) -> Run:
     """As `fit`; the data must be what the runs ``known``, which the teachers are of, have learnt."""
     _check_given(peers, data)
+    refuse_naming_teachers(overrides)
     teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
     for one in teachers:
         if not isinstance(one, Posterior):
@@ -113,6 +114,14 @@ def fit_known(
         posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
         posterior.generation, posterior.origin = done[name].generation, None
     return done
+
+
+def refuse_naming_teachers(overrides: str | Sequence[str]) -> None:
+    """Refuse changes of who teaches, where posteriors are given that do."""
+    for one in [overrides] if isinstance(overrides, str) else overrides:
+        key = one.partition("=")[0].strip()
+        if key in ("teachers.runs", "teachers.peers"):
+            raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
 
 
 def _check_given(peers: Any, data: Any) -> None:

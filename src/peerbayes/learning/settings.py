@@ -182,12 +182,18 @@ class Teachers(Strict):
     """Trained networks that the peers learn from, and that do not learn.
 
     Attributes:
-        runs: recipes (trained first if need be), run folders, or weights files of runs; all peers of a run teach.
+        runs: recipes (trained first if need be), run folders, or weights files of runs.
         draws: of each Bayesian teacher, new ones in every step.
+        peers: names of those that teach; all peers of the runs, if it is not given.
     """
 
     runs: Annotated[list[str], Field(min_length=1)]
     draws: PositiveInt = 1
+    peers: Annotated[list[str], Field(min_length=1)] | None = None
+
+    def has(self, name: str) -> bool:
+        """Return whether a peer of that name teaches."""
+        return self.peers is None or name in self.peers
 
 
 Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]

@@ -140,9 +140,15 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         for peer in known[-1].peers:
             if folder != path and path.name != f"weights-{peer.name}.safetensors":
                 continue
+            if not recipe.teachers.has(peer.name):
+                continue
             if (where, peer.name) in taught:
                 raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
             taught[where, peer.name] = peer
+    missing = set(recipe.teachers.peers or ()) - {name for _, name in taught}
+    if missing:
+        has = ", ".join(sorted({peer.name for one in known for peer in one.peers}))
+        raise InputError(f"teachers.peers: no teacher is called '{min(missing)}'; they are called {has}")
     count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
     if count == 1:
         _refuse_comparing(recipe, next(iter(taught.values())))
