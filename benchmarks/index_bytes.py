@@ -16,7 +16,8 @@ import torch
 
 from peerbayes import learning, networks
 from peerbayes.data import to_unit
-from peerbayes.learning.run import environment, network_inputs
+from peerbayes.learning.hardware import environment
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.posteriors import MeanField
 from peerbayes.posteriors.index_codec import arrange, encode
 from peerbayes.sharing import Sharing, share, shared_weights

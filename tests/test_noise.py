@@ -14,7 +14,7 @@ from scipy import stats
 from peerbayes import noise
 from peerbayes.data import AUGMENTATIONS, augment
 from peerbayes.errors import InputError
-from peerbayes.learning.cohort import prepare_images
+from peerbayes.learning.parts import prepare_images
 from peerbayes.noise import Address, bits, integers, normal, normal_from, permutation, start, stream_key, uniform
 
 COUNT = 100_000

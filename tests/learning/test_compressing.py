@@ -19,8 +19,8 @@ from peerbayes import cli
 from peerbayes.learning import Learner, load_recipe, train
 from peerbayes.learning.building import blank_shared, build_peer
 from peerbayes.learning.compressing import compression
+from peerbayes.learning.inputs import load_data
 from peerbayes.learning.recipe import packaged
-from peerbayes.learning.run import load_data
 from peerbayes.posteriors import MeanField, Shared, storage
 from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
 
@@ -166,7 +166,7 @@ def test_a_posterior_over_some_layers_shares_the_weights_of_these(field, tmp_pat
 
 def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
-    with pytest.raises(pb.InputError, match="data is missing: a posterior does not know what it has learnt"):
+    with pytest.raises(pb.InputError, match="data is missing: the posterior is of no run that knows it"):
         pb.compress(own, run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="nothing-of-the-kind"):
         pb.compress(own, data="nothing-of-the-kind", run=tmp_path / "x")

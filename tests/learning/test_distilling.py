@@ -37,7 +37,7 @@ from peerbayes.learning import (
     train,
 )
 from peerbayes.learning.building import build_teachers
-from peerbayes.learning.run import network_inputs
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.sources import Job, fitted_to_teachers
 from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
@@ -552,8 +552,11 @@ def test_folders_and_files_of_runs_teach_as_runs_do(teachers, tmp_path):
         assert torch.equal(found["text"][name], tensor)
         assert torch.equal(found["file"][name], found["alone"][name])
     assert not all(torch.equal(found["file"][name], tensor) for name, tensor in found["run"].items())
-    pb.distill(teachers.folder, net, run=tmp_path / "own", **(how | {"data": None}))
-    assert Run(tmp_path / "own").recipe.data.batch_size == teachers.recipe.data.batch_size
+    for way, given in (("own", teachers.folder), ("peers", list(teachers.values()))):
+        found[way] = pb.distill(given, net, run=tmp_path / way, **(how | {"data": None})).state_dict()
+        assert Run(tmp_path / way).recipe.data.batch_size == teachers.recipe.data.batch_size
+    for name, tensor in found["own"].items():
+        assert torch.equal(found["peers"][name], tensor)
 
 
 def test_random_factors_of_a_student_follow_the_seed(tmp_path):
@@ -615,7 +618,7 @@ def test_a_single_teacher_is_refused_in_python(tmp_path, kind):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"data": None}, "data is missing: posteriors do not know what they have learnt; name it, or give a run"),
+        ({"data": None}, "data is missing: these posteriors are of no run that knows it; name it, or give a run"),
         ({"seed": "x"}, "seed is 'x', expected a whole number that is 0 or more"),
         ({"recipes": "x"}, "distill has no option 'recipes'; did you mean 'recipe'"),
         ({"engine": "fast"}, "engine is 'fast', expected auto, eager"),

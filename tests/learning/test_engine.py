@@ -10,8 +10,8 @@ from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, engine, load_data, load_recipe, verifying
 from peerbayes.learning.building import build_peer
-from peerbayes.learning.cohort import Clock, Parts, run_peer, term_value
 from peerbayes.learning.engine import pick
+from peerbayes.learning.parts import Clock, Parts, run_peer, term_value
 from peerbayes.learning.together import run_together
 from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField

@@ -219,11 +219,23 @@ def test_renamed_classes_are_refused_from_python_too(folder, tmp_path):
     own = pb.fit(peer, data=folder, recipe="mutual/digits-dnn", overrides=changes, run=tmp_path / "own")
     rename(folder)
     told = "has learnt class 0 as 'ant', but in set it is 'bee'"
-    for teacher in (run, str(run.folder)):
-        with pytest.raises(pb.InputError, match=f"teacher {run.folder}: {told}"):
+    for teacher in (run, str(run.folder), run[next(iter(run))], own, own["m"], peer["m"]):
+        place = own.folder if teacher in (own, own["m"], peer["m"]) else run.folder
+        with pytest.raises(pb.InputError, match=f"teacher {place}: {told}"):
             pb.distill(teacher, small(0), recipe="distillation/kd", run=tmp_path / "s")
-    with pytest.raises(pb.InputError, match=f"{own.folder}: {told}"):
-        pb.compress(own, components=8, overrides=CODEBOOK)
+    for source in (own, own["m"], peer["m"]):
+        with pytest.raises(pb.InputError, match=f"{own.folder}: {told}"):
+            pb.compress(source, components=8, overrides=CODEBOOK, run=tmp_path / "s")
+    with pytest.raises(pb.InputError, match=f"teacher {own.folder}: {told}"):
+        pb.fit(
+            {"s": pb.Point(small(0))},
+            data=folder,
+            recipe="distillation/kd",
+            teachers=[peer["m"]],
+            overrides=[*changes, "stages.0.warmup=0"],
+            run=tmp_path / "s",
+        )
+    assert not (tmp_path / "s").exists()
     with pytest.raises(pb.InputError, match=r"takes inputs of shape \(3, 8, 8\), but .* has \(1, 8, 8\)"):
         pb.evaluate(own, data=replace(arrays(), shape=(1, 8, 8)))
 

@@ -13,7 +13,7 @@ from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, TrainingError, checkpoints, train
 from peerbayes.learning.building import build_peer
-from peerbayes.learning.cohort import Clock
+from peerbayes.learning.parts import Clock
 from peerbayes.learning.position import Position
 from peerbayes.learning.settings import Stage
 from peerbayes.learning.shares import note_shares

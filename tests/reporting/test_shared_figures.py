@@ -17,7 +17,7 @@ from peerbayes import cli, networks, reporting
 from peerbayes.data import load as load_data
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.learning import Run, load_recipe, settings
-from peerbayes.learning.run import network_inputs
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.posteriors import Codebook, MeanField, Point, Shared
 from peerbayes.reporting import against_bytes, confidence, curves, groups, weights
 from peerbayes.reporting.figures import png

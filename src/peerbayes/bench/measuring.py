@@ -25,7 +25,9 @@ from peerbayes.bench.timing import Bench, Measured, sentence
 from peerbayes.errors import InputError
 from peerbayes.learning import Reporter, environment
 from peerbayes.learning.engine import Name
-from peerbayes.learning.run import network_inputs, pick_device, read_json
+from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.inputs import network_inputs
+from peerbayes.learning.run import read_json
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.shared import SAMPLINGS
 

@@ -13,7 +13,7 @@ from peerbayes import networks
 from peerbayes.bench.plan import PREDICTED
 from peerbayes.bench.timing import Bench, Cohorts, Measured
 from peerbayes.learning import Recipe, load_recipe
-from peerbayes.learning.run import network_inputs
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.noise import Address, normal
 from peerbayes.posteriors import Codebook, MeanField, Point, Posterior, Shared
 from peerbayes.posteriors.shared import SAMPLINGS

@@ -14,7 +14,7 @@ from peerbayes.bench.plan import PREDICTED
 from peerbayes.bench.timing import Bench, Cohorts, Measured
 from peerbayes.learning import Recipe, load_recipe
 from peerbayes.learning.building import build_peer
-from peerbayes.learning.run import network_inputs
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import RankOne
 

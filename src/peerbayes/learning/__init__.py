@@ -4,12 +4,14 @@ from peerbayes.errors import PeerbayesWarning, TrainingError
 from peerbayes.learning.compressing import compress, compression, source_weights
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
+from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
+from peerbayes.learning.inputs import load_data
 from peerbayes.learning.jobs import Loaded, check_jobs, fit, train, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import ConsoleReporter, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, environment, load, load_data
+from peerbayes.learning.run import Run, default_folder, load
 from peerbayes.learning.sources import Job
 from peerbayes.learning.sweeps import Sweep, sweep
 

@@ -11,8 +11,9 @@ import torch
 from peerbayes import networks
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
+from peerbayes.learning.inputs import network_inputs, refuse_other_words
 from peerbayes.learning.recipe import Recipe
-from peerbayes.learning.run import Run, network_inputs, peers_at, refuse_other_words
+from peerbayes.learning.run import Run, peers_at
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.learning.sources import Job, is_trained, only_weights, rehearsed, source_of, teacher_sources

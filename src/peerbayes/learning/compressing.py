@@ -12,11 +12,12 @@ from peerbayes.learning.building import blank_shared, shared_of
 from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import refuse_unknown
+from peerbayes.learning.inputs import load_data
 from peerbayes.learning.jobs import check_jobs, fit, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, listed, load_recipe
-from peerbayes.learning.run import Run, default_folder, load_data, peers_at
+from peerbayes.learning.run import Run, default_folder, peers_at, run_of
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.settings import MeanField as MeanFieldOptions
 from peerbayes.learning.settings import Shared as SharedOptions
@@ -46,7 +47,7 @@ def compress(
         source: a run with one peer, its folder, or a weights file of a run; or a trained posterior, such as a peer of a
             run. What has no scales (a point, say) gets them first, in a run beside, ``RUN-stage1``.
         components: of the codebook at first; by default the recipe's, which leaves it to the number of weights.
-        data: a data set, or what `peerbayes.data.load` takes. A run knows its own; a posterior does not.
+        data: a data set, or what `peerbayes.data.load` takes; a run knows its own, and so does a peer of a run.
         run: the run folder; by default ``RUN-shared`` of a run, ``runs/RECIPE-seedN`` of a posterior.
         into: recipe of the shared weights; its name or file.
         first: recipe that gives a network scales.
@@ -62,15 +63,15 @@ def compress(
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
     own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
     if own is not None:
-        known = source if isinstance(source, Run) else None
+        known = source if isinstance(source, Run) else run_of(own)
         last, scales = load_recipe(into), load_recipe(first)
-        if known is not None:
-            if data is None:  # on the data that it has learnt, as it has learnt it
-                last, scales = (one.model_copy(update={"data": known.recipe.data}) for one in (last, scales))
-                data = known.recipe.data.name if known.vocabulary is None else known.data(how.get("root"))
-            run = run or _beside(known.folder)
+        if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
+            last, scales = (one.model_copy(update={"data": known.recipe.data}) for one in (last, scales))
+            data = known.recipe.data.name if known.vocabulary is None else known.data(how.get("root"))
+        if isinstance(source, Run):
+            run = run or _beside(source.folder)
         if data is None:
-            raise InputError("data is missing: a posterior does not know what it has learnt; name it, or give a run")
+            raise InputError("data is missing: the posterior is of no run that knows it; name it, or give a run")
         folder = Path(run or default_folder(str(into), seed))
         told: dict[str, Any] = {"data": data, "seed": seed, "reporter": reporter, **how}
         return _compressed(own, known, folder, load_recipe(last, changes), scales, resume, told)

@@ -11,9 +11,10 @@ from torch import nn
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.how import refuse_unknown
-from peerbayes.learning.jobs import fit, fit_known, refuse_naming_teachers
+from peerbayes.learning.inputs import load_data
+from peerbayes.learning.jobs import fit, refuse_naming_teachers
 from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, load_data, peers_at
+from peerbayes.learning.run import Run, default_folder, peers_at, run_of
 from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
@@ -38,7 +39,7 @@ def distill(
             Bayesian ones every step takes new draws.
         into: the network that learns; it is not changed.
         data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind. By
-            default the data of the first run among the teachers; a posterior does not know what it has learnt.
+            default the data of the first run among the teachers, or that one of them is a peer of.
         run: the run folder; by default ``runs/RECIPE-seedN``.
         recipe: of the student; by default it has one rank-one member a teacher, and is their average.
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
@@ -51,7 +52,7 @@ def distill(
     chosen = load_recipe(recipe)
     if data is None:
         if not runs:
-            raise InputError("data is missing: posteriors do not know what they have learnt; name it, or give a run")
+            raise InputError("data is missing: these posteriors are of no run that knows it; name it, or give a run")
         known = chosen.model_copy(update={"data": runs[0].recipe.data})
         chosen, words = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
@@ -83,7 +84,7 @@ def distill(
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
     device = own if own.type != "cpu" else found[0].device
-    trained = fit_known({"student": student.to(device)}, data, chosen, run, found, runs, **how)
+    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     save_networks(trained)
     return trained["student"].materialise()
 
@@ -97,6 +98,7 @@ def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
     for one in given:
         if isinstance(one, Posterior):
             found.append(one)
+            runs += filter(None, [run_of(one)])
         elif isinstance(one, Run | str | Path):
             run, names = (one, list(one)) if isinstance(one, Run) else peers_at(one)
             runs.append(run)

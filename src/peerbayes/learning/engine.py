@@ -18,7 +18,8 @@ from torch import Tensor
 
 from peerbayes import noise
 from peerbayes.errors import InputError
-from peerbayes.learning.cohort import Clock, Cohort, Parts
+from peerbayes.learning.cohort import Cohort
+from peerbayes.learning.parts import Clock, Parts
 from peerbayes.learning.stages import set_global_seed
 from peerbayes.learning.verifying import verify
 from peerbayes.noise import Address

@@ -16,8 +16,8 @@ from peerbayes.data import Placement
 from peerbayes.errors import InputError, nearest
 from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import ENGINES, STREAMS, TEACHERS, Name, pick
+from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.progress import ConsoleReporter, Reporter
-from peerbayes.learning.run import pick_device
 from peerbayes.learning.sources import Job
 
 Engine = Name | Literal["auto"]

@@ -17,9 +17,10 @@ from peerbayes.learning.building import build_peers, build_teachers
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import origins_of, refuse_occupied, refuse_other_origins
 from peerbayes.learning.how import How, in_parts, refuse_unknown
+from peerbayes.learning.inputs import load_data
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, load_data, read_json
+from peerbayes.learning.run import Run, read_json, run_of
 from peerbayes.learning.session import Session, train_wave
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.sources import DATA_KEYS, Job, fitted_to_teachers, generation, untrained_sources
@@ -56,23 +57,6 @@ def fit(
         how: see `How`.
     """
     refuse_unknown(how, fit)
-    return fit_known(peers, data, recipe, run, teachers, (), seed, overrides, resume, reporter, **how)
-
-
-def fit_known(
-    peers: Mapping[str, Posterior],
-    data: str | Path | Dataset,
-    recipe: str | Path | Recipe,
-    run: str | Path,
-    teachers: Sequence[Posterior],
-    known: Sequence[Run],
-    seed: int = 0,
-    overrides: str | Sequence[str] = (),
-    resume: bool = False,
-    reporter: Reporter | None = None,
-    **how: Any,
-) -> Run:
-    """As `fit`; the data must be what the runs ``known``, which the teachers are of, have learnt."""
     _check_given(peers, data)
     refuse_naming_teachers(overrides)
     teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
@@ -92,8 +76,8 @@ def fit_known(
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
     job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
-    for taught_by in known:
-        taught_by.refuse_strange(loaded, f"teacher {taught_by.folder}")
+    for known in filter(None, map(run_of, teachers)):
+        known.refuse_strange(loaded, f"teacher {known.folder}")
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
@@ -108,11 +92,14 @@ def fit_known(
         session = Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught, generation=number)
         for error in train_wave([session], settings.world).values():
             raise error
-        return Run(run, networks_by_peer)
-    done = Run(run, networks_by_peer)
-    for name, posterior in peers.items():  # as if they had been trained just now
-        posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
-        posterior.generation, posterior.origin = done[name].generation, None
+        done = Run(run, networks_by_peer)
+    else:
+        done = Run(run, networks_by_peer)
+        for name, posterior in peers.items():  # as if they had been trained just now
+            posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
+            posterior.generation, posterior.origin = done[name].generation, None
+    for posterior in peers.values():
+        posterior.home = done.folder.resolve()
     return done
 
 

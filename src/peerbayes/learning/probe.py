@@ -10,7 +10,8 @@ from torch import Tensor
 from peerbayes import noise, terms
 from peerbayes.data import Dataset, augment, to_unit
 from peerbayes.errors import InputError, OptionError, reason, within
-from peerbayes.learning.cohort import Cohort, figure_names, place_peer, term_value
+from peerbayes.learning.cohort import Cohort
+from peerbayes.learning.parts import figure_names, place_peer, term_value
 from peerbayes.learning.stages import of_term
 from peerbayes.learning.teachers import run_plain
 from peerbayes.networks import find_layer

@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from pydantic import model_validator
 from torch import nn
 
-import peerbayes
-from peerbayes import data as data_room
 from peerbayes import networks
-from peerbayes.data import Dataset, TextOptions, Vocabulary
-from peerbayes.errors import InputError, UnknownPeer, nearest, reason
-from peerbayes.learning.recipe import Recipe, load_recipe
+from peerbayes.data import Dataset, Vocabulary
+from peerbayes.errors import InputError, UnknownPeer, nearest
+from peerbayes.learning.inputs import load_data, refuse_other_words
+from peerbayes.learning.recipe import load_recipe
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.posteriors import Posterior, storage
 from peerbayes.schema import Strict, Table
@@ -194,7 +190,7 @@ class Run(Mapping[str, Posterior]):
             posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
-            posterior.generation = self.about.get("generation", 0)
+            posterior.generation, posterior.home = self.about.get("generation", 0), self.folder.resolve()
         return self._loaded[peer]
 
     def _network(self, peer: str) -> nn.Module:
@@ -234,6 +230,12 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     return run, names
 
 
+def run_of(posterior: Posterior) -> Run | None:
+    """Return the run that a posterior is of, as far as it is known and still there."""
+    home = posterior.home
+    return Run(home) if home is not None and (home / "recipe.toml").is_file() else None
+
+
 def runs_below(folder: Path) -> list[Path]:
     """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
     # What the seeds of a run started from lies beside them, and was not asked for.
@@ -261,63 +263,6 @@ def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) ->
     return Run(folder, networks)
 
 
-def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:
-    """Load a recipe's data, and check that it has the classes that the recipe is for.
-
-    Args:
-        recipe: whose data.
-        root: data root.
-        vocabulary: a run's, for texts; by default one is built from the training split.
-    """
-    options = recipe.data
-    try:
-        loaded = data_room.load(
-            options.name,
-            root=root,
-            validation=options.validation,
-            size=options.size,
-            stats=options.stats,
-            text=None if options.text is None else TextOptions(**options.text.model_dump()),
-            vocabulary=vocabulary,
-        )
-    except InputError as error:
-        raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
-    if options.classes is not None and loaded.classes != options.classes:
-        raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
-    return loaded
-
-
-def refuse_other_words(folder: Path, loaded: Dataset) -> None:
-    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
-    path = folder / "vocabulary.json"
-    if loaded.vocabulary is None or not path.is_file():
-        return
-    if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
-        raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
-                         "here; expected the texts and data.text that the run was trained with")  # fmt: skip
-
-
-def pick_device(device: str | torch.device) -> torch.device:
-    """Return a torch device; ``auto`` takes a GPU where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-        torch.ones(2, device=found).sum().item()  # some devices have no memory, or can't compute
-    except Exception as error:  # backends that are not installed raise many kinds
-        raise InputError(f"device '{device}' can't be used: {reason(error)}") from None
-    return found
-
-
-def network_inputs(loaded: Dataset) -> networks.Inputs:
-    """Return what a network must know of a data set."""
-    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors)
-    known = loaded.vocabulary
-    if known is None:
-        return found
-    return replace(found, tokens=known.size, dimension=known.dimension, padding=known.padding)
-
-
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
     """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``."""
     return runs / f"{slug(recipe_name)}-seed{seed}"
@@ -328,20 +273,6 @@ def slug(recipe: str | Path) -> str:
     path = Path(str(recipe).removesuffix(".toml"))
     path = Path(os.path.relpath(path)) if path.is_absolute() else path
     return "-".join(path.parts if ".." not in path.parts else path.parts[-1:])
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return hardware and versions, for records."""
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        hardware = f"{platform.machine()} CPU, {_threads(torch.get_num_threads())}"
-    versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"hardware": hardware, "versions": versions}
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,10 +14,12 @@ from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
 from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, stamp
+from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
+from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import Run, environment, network_inputs, write_text
+from peerbayes.learning.run import Run, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together

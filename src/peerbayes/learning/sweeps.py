@@ -23,11 +23,12 @@ import torch
 from peerbayes import evaluation
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning.folder import OTHERS
+from peerbayes.learning.hardware import environment, pick_device
 from peerbayes.learning.how import Engine, Precision
 from peerbayes.learning.jobs import Loaded, check_jobs, train_jobs
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, environment, pick_device, slug
+from peerbayes.learning.run import Run, slug
 from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from peerbayes import terms
-from peerbayes.learning.cohort import Clock, Cohort, Parts, learnt, term_value
+from peerbayes.learning.cohort import Cohort, learnt
+from peerbayes.learning.parts import Clock, Parts, term_value
 from peerbayes.learning.perturbing import Passes
 from peerbayes.learning.teachers import run_plain
 from peerbayes.posteriors import Weights

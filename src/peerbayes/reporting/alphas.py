@@ -13,7 +13,7 @@ from peerbayes.divergences import renyi
 from peerbayes.errors import InputError
 from peerbayes.evaluation import loss_along, sharpness
 from peerbayes.learning import Run
-from peerbayes.learning.run import pick_device
+from peerbayes.learning.hardware import pick_device
 from peerbayes.noise import Address, permutation
 from peerbayes.reporting.groups import Group, alpha_title, by_experiment, final, gather, mean, over_seeds, read_record
 from peerbayes.reporting.records import Record

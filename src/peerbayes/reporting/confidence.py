@@ -15,7 +15,7 @@ from torch import Tensor
 from peerbayes.data import Split, load_outside
 from peerbayes.evaluation import confidence_by_class, confidence_overall
 from peerbayes.learning import Run
-from peerbayes.learning.run import pick_device
+from peerbayes.learning.hardware import pick_device
 from peerbayes.posteriors import predict_split
 from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.groups import by_setting, experiment_of, open_runs

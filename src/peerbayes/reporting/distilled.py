@@ -17,8 +17,8 @@ from peerbayes.errors import InputError
 from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
 from peerbayes.learning import Run
 from peerbayes.learning.building import build_teachers
+from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.perturbing import PICKS, Perturbation
-from peerbayes.learning.run import pick_device
 from peerbayes.learning.settings import Kind, Perturb
 from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers, all_logits

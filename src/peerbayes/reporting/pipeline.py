@@ -18,7 +18,8 @@ from peerbayes.data import to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import Summary, summarise
 from peerbayes.learning import Run
-from peerbayes.learning.run import peers_at, pick_device
+from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.run import peers_at
 from peerbayes.learning.sources import Job, source_of, teacher_sources
 from peerbayes.posteriors import Posterior
 from peerbayes.reporting.figures import COLOURS, panels

@@ -15,7 +15,8 @@ from peerbayes.data.folders import read_images
 from peerbayes.data.recolouring import Recoloured
 from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError
-from peerbayes.learning.run import Run, peers_at, pick_device
+from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.run import Run, peers_at
 from peerbayes.posteriors import predict_split
 from peerbayes.posteriors.prediction import entropy_of
 from peerbayes.reporting.outside import mean_of

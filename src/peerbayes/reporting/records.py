@@ -14,8 +14,9 @@ from peerbayes import evaluation
 from peerbayes.data import Dataset, Split, load_outside
 from peerbayes.errors import InputError
 from peerbayes.learning import Run, environment
+from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.recipe import changes_of
-from peerbayes.learning.run import pick_device, runs_below
+from peerbayes.learning.run import runs_below
 from peerbayes.posteriors import Posterior, RankOne, Shared, predict_split, storage
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of

@@ -11,7 +11,8 @@ import torch
 
 from peerbayes.data import Dataset
 from peerbayes.learning import Run, source_weights
-from peerbayes.learning.run import peers_at, pick_device
+from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.run import peers_at
 from peerbayes.posteriors import MeanField, Posterior, Shared, predict_split, storage
 from peerbayes.posteriors.quantised import Form, forms
 from peerbayes.reporting.outside import figures_of

@@ -1,0 +1,37 @@
+"""The device of a run, and what records say of the machine."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import peerbayes
+from peerbayes.errors import InputError, reason
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """Return a torch device; ``auto`` takes a GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.ones(2, device=found).sum().item()  # some devices have no memory, or can't compute
+    except Exception as error:  # backends that are not installed raise many kinds
+        raise InputError(f"device '{device}' can't be used: {reason(error)}") from None
+    return found
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return hardware and versions, for records."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()} CPU, {_threads(torch.get_num_threads())}"
+    versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"hardware": hardware, "versions": versions}
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
