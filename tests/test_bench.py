@@ -265,6 +265,7 @@ def test_shared_weights_are_measured_against_one_mean_field_posterior(tmp_path):
     record = run(tmp_path / "b.json", ["moment_draw_over_mean_field", "sharing.clustering_s"])
     drawn = record["measurements"]["sharing.moment_draw_ms"]
     assert drawn["weights"] == record["measurements"]["sharing.clustering_s"]["weights"]
+    assert 0.1 < record["measurements"]["sharing.clustering_s"]["peak_resident_gib"] < 24  # torch alone takes as much
     found = record["figures"]["sharing"]
     assert record["figures"]["moment_draw_over_mean_field"] == found["moment_draw_ms"] / found["mean_field_draw_ms"]
     assert found["point_step_ms"] is None  # was not asked for

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +24,7 @@ from peerbayes.learning.teachers import Teachers
 from peerbayes.posteriors import Posterior, prediction
 
 Measured = dict[str, dict[str, Any]]
+KIBS = 2**30 if sys.platform == "darwin" else 2**20  # of ru_maxrss in a GiB
 
 
 class _Strict(Reporter):
@@ -91,6 +94,24 @@ class Bench:
         self.wait()
         return time.perf_counter() - began
 
+    def forget_memory(self) -> None:
+        """Give back what nobody uses, and look at the device's memory from now on."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def most_memory(self) -> dict[str, float]:
+        """Return the most that there was of the GPU's memory since `forget_memory`; else, of the process since ever."""
+        if not self.on_gpu:
+            if os.name != "posix":
+                return {}
+            import resource
+
+            return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIBS}
+        allocated, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return {"peak_memory_gib": allocated / 2**30, "peak_reserved_gib": reserved / 2**30}
+
     def times(self, scale: float, functions: Mapping[str, Callable[[], Any]]) -> Measured:
         """Time functions in turn, in rounds; return their measurements, times ``scale``."""
         rounds = [[self.seconds(function) * scale for function in functions.values()] for _ in range(self.plan.repeats)]
@@ -124,17 +145,13 @@ class Bench:
 
     def epochs(self, steps: int, engine: Name, recipes: Mapping[str, Recipe], count: int = 1) -> Measured:
         """Time epochs of cohorts by key, in turn; ``count`` of each step side by side. Adds their memory, on a GPU."""
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.forget_memory()
         whole = EPOCH // self.plan.batch
         about: dict[str, Any] = {"engine": engine, "precision": self.plan.precision, "steps": steps, "scaled_to": whole}
         cohorts = {key: Cohorts(self, recipe, engine, count) for key, recipe in recipes.items()}
         timed = self.times(whole / steps, {key: partial(found.step, steps) for key, found in cohorts.items()})
         if self.on_gpu:
-            about["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            about["peak_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+            about |= self.most_memory()
         return {key: one | about | {"setup_s": cohorts[key].setup_s} for key, one in timed.items()}
 
     def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
