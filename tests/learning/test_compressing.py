@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -451,3 +452,89 @@ def test_a_network_of_ones_own_is_two_trainings_behind_its_codebook(tmp_path):
     pb.compress(run["net"], components=20, run=tmp_path / "small", **short)
     folders = [tmp_path / name / "run.json" for name in ("own", "small-stage1", "small")]
     assert [json.loads(path.read_text())["generation"] for path in folders] == [0, 1, 2]
+
+
+# ---- what lies there already ----------------------------------------------------------------------------------------
+
+FIRST = 'extends = "sharing/stage1"\nset = ["stages.0.epochs=1"]\n'
+
+
+@pytest.fixture
+def compressed(tmp_path, monkeypatch):
+    """A network that was trained, and its codebook, by the command, with scales in a run between."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first.toml").write_text(FIRST)
+    network(0)
+    run_command([*COMPRESS, *QUIET])
+    return tmp_path
+
+
+COMPRESS = ["compress", "runs/net", "--first", "first.toml", "--set", "stages.0.epochs=1"]
+
+
+def network(seed):
+    shutil.rmtree("runs/net", ignore_errors=True)
+    train(load_recipe("sharing/digits-resnet8-dnn", ["stages.0.epochs=1"]), "runs/net", seed=seed, device="cpu")
+
+
+def test_scales_of_another_network_are_not_taken_for_those_of_this_one(compressed, capsys):
+    shutil.rmtree("runs/net-shared")
+    run_command([*COMPRESS, *QUIET])  # the scales are there, and are its own
+    shutil.rmtree("runs/net-shared")
+    network(1)
+    capsys.readouterr()
+    told = "runs/net-shared-stage1: holds a run in which peer 'net' started from other weights; choose another folder"
+    assert refused(capsys, *COMPRESS, *QUIET) == told
+    with pytest.raises(pb.InputError, match=told):
+        pb.compress("runs/net", first="first.toml", overrides="stages.0.epochs=1", device="cpu")
+    assert not os.path.exists("runs/net-shared")
+
+
+def test_a_codebook_does_not_go_on_with_another_networks(compressed, capsys):
+    about = json.loads((compressed / "runs/net-shared/run.json").read_text())
+    (compressed / "runs/net-shared/run.json").write_text(json.dumps(about | {"finished": False}))
+    account = (compressed / "runs/net-shared/sharing.json").read_text()
+    network(1)
+    shutil.rmtree("runs/net-shared-stage1")
+    found = refused(capsys, *COMPRESS, *QUIET, "--resume")
+    assert found.startswith("runs/net-shared: holds a run in which peer 'net' started from other weights")
+    assert json.loads((compressed / "runs/net-shared/run.json").read_text())["origins"] == about["origins"]
+    assert (compressed / "runs/net-shared/sharing.json").read_text() == account
+
+
+def test_a_finished_codebook_wants_no_scales_again(compressed):
+    shutil.rmtree("runs/net-shared-stage1")
+    run_command([*COMPRESS, *QUIET, "--resume"])
+    pb.compress("runs/net", first="first.toml", overrides="stages.0.epochs=1", device="cpu", resume=True)
+    assert sorted(os.listdir("runs")) == ["net", "net-shared"]
+
+
+def test_a_run_is_compressed_from_within_its_folder(compressed, monkeypatch):
+    before = (compressed / "runs/net-shared/weights-net.safetensors").read_bytes()
+    shutil.rmtree("runs/net-shared")
+    (compressed / "runs/net/inside").mkdir()
+    for place, source in (("net", "."), ("net", "weights-net.safetensors"), ("net/inside", "..")):
+        monkeypatch.chdir(compressed / "runs" / place)
+        run_command(["compress", source, "--first", str(compressed / "first.toml"), *COMPRESS[-2:], *QUIET])
+        assert sorted(os.listdir(compressed / "runs")) == ["net", "net-shared", "net-shared-stage1"]
+        assert (compressed / "runs/net-shared/weights-net.safetensors").read_bytes() == before
+        shutil.rmtree(compressed / "runs/net-shared")
+
+
+@pytest.mark.parametrize(("tensor", "bad"), [("mean", torch.nan), ("rho", torch.nan), ("rho", torch.inf)])
+def test_a_posterior_that_is_not_finite_is_refused_before_anything_is_written(field, tmp_path, tensor, bad):
+    posterior = copy.deepcopy(field["net"])
+    with torch.no_grad():
+        getattr(posterior, tensor)[3] = bad
+    with pytest.raises(pb.InputError, match=f"the posterior: tensor '{tensor}/conv.weight' holds values that are not"):
+        pb.compress(posterior, data="digits", run=tmp_path / "x")
+    with pytest.raises(pb.InputError, match=f"peer 'a': tensor '{tensor}/conv.weight' holds values that are not"):
+        pb.fit({"a": posterior}, data="digits", recipe="mutual/digits-vanilla", run=tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_device_that_is_asked_for_is_the_one_that_is_taken(field, tmp_path):
+    for how in ({"device": "bogus"}, {"device": "cuda:99"}):
+        with pytest.raises(pb.InputError, match="can't be used"):
+            pb.compress(copy.deepcopy(field["net"]), data="digits", run=tmp_path / "x", **how)
+    assert os.listdir(tmp_path) == []

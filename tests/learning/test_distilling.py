@@ -479,7 +479,12 @@ def test_peers_may_be_chosen_to_teach(teachers, tmp_path, capsys):
     for name, values in learnt[0].items():
         assert torch.equal(values, learnt[1][name]), name
     found = distill_refused(capsys, tmp_path, teachers.folder, *into, *change("teachers.peers=['me']"))
-    assert found == "teachers.peers: no teacher is called 'me'; they are called teacher1, teacher2"
+    assert found == "teachers.peers: no teacher is called 'me'; there are teacher1, teacher2"
+    found = distill_refused(capsys, tmp_path, file, *into, *change("teachers.peers=['teacher1']"))
+    assert found == "teachers.peers: no teacher is called 'teacher1'; there are teacher2"
+    other = teachers.folder / "weights-teacher1.safetensors"
+    found = distill_refused(capsys, tmp_path, file, other, *into, *change(chosen))
+    assert found == f"teachers.peers: names nobody of '{other}', which has teacher1"
     found = distill_refused(capsys, tmp_path, teachers.folder, *change(chosen))
     assert "'tdiv_sdiv' compares teachers, but there is only one" in found
     with pytest.raises(InputError, match=r"^overrides: 'teachers.peers' has no effect here; give the teachers"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import types
 
 import numpy as np
@@ -70,6 +71,24 @@ def test_steps_come_in_the_order_in_which_they_were_made(found):
         ["net"],
         ["net"],
     ]
+
+
+def test_peers_that_taught_nobody_are_not_shown(chain, tmp_path):
+    peers = run_of(chain, "peers")
+    recipe = [f"teachers.runs=['{peers.folder}']", "teachers.peers=['two']", "stages.0.epochs=1"]
+    taught = train(load_recipe("distillation/kd", recipe), tmp_path / "student", device="cpu")
+    (one,) = pipeline([taught.folder], device="cpu")["chains"]
+    assert [[who["name"] for who in step["who"]] for step in one["steps"]] == [["net"], ["two"], ["student"]]
+
+
+def test_a_step_that_is_gone_is_named(chain, tmp_path):
+    shutil.copytree(run_of(chain, "peers").folder, tmp_path / "peers")
+    file = tmp_path / "peers" / "weights-two.safetensors"
+    recipe = [f"teachers.runs=['{file}']", "stages.0.epochs=1"]
+    taught = train(load_recipe("distillation/kd", recipe), tmp_path / "student", device="cpu")
+    file.unlink()
+    with pytest.raises(InputError, match=f"a step before {taught.folder}: {file}: there is no such file"):
+        pipeline([taught.folder], device="cpu")
 
 
 def test_a_step_is_worth_what_evaluate_says(chain, found):

@@ -15,6 +15,7 @@ import torch
 
 import peerbayes as pb
 from peerbayes import cli, reporting
+from peerbayes.errors import PeerbayesWarning
 from peerbayes.learning import load_data, load_recipe, train
 from peerbayes.posteriors import storage
 from peerbayes.reporting.sizes import paper_count
@@ -234,4 +235,53 @@ def test_a_weights_file_of_no_run_is_one_sentence(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     code, out, err = call(capsys, "plain.safetensors")
     assert (code, out) == (2, "")
+    assert err == "peerbayes: plain.safetensors: there is no such file\n"
+    (tmp_path / "plain.safetensors").write_bytes(b"")
+    code, out, err = call(capsys, "plain.safetensors")
+    assert (code, out) == (2, "")
     assert err == "peerbayes: plain.safetensors: not a weights file of a run (there is no recipe.toml beside it)\n"
+
+
+def altered(run, place, **tensors):
+    """Copy a run, and put other values into its weights file, as if training had ended there."""
+    shutil.copytree(run, place)
+    file = place / "weights-net.safetensors"
+    found, about = storage.read(file)
+    storage.write(file, found | {name: change(found[name]) for name, change in tensors.items()}, about)
+    return place
+
+
+def test_scales_of_zero_count_as_the_least_of_the_others(runs, tmp_path, capsys):
+    def collapsed(rho):
+        return torch.cat([torch.full_like(rho[:1], -1000.0), rho[1:]])
+
+    place = altered(runs / "mean_field", tmp_path / "zero", **{"rho/conv.weight": collapsed})
+    assert pb.load(place)["net"].std.min() == 0
+    code, out, _ = call(capsys, place)
+    assert code == 0
+    assert "int8, 1-bit scales" in out
+
+
+def test_a_codebook_is_not_shown_beside_a_posterior_that_it_was_not_made_of(runs, tmp_path, capsys):
+    for kind in ("mean_field", "shared"):
+        shutil.copytree(runs / kind, tmp_path / kind)
+    recipe = tmp_path / "shared" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(runs / "mean_field"), str(tmp_path / "mean_field")))
+    assert f"beside {tmp_path / 'mean_field'}" in call(capsys, tmp_path / "shared")[1]
+    shutil.rmtree(tmp_path / "mean_field")
+    altered(runs / "mean_field", tmp_path / "mean_field", **{"mean/conv.weight": lambda mean: mean + 1})
+    with pytest.warns(PeerbayesWarning, match="weights-net.safetensors: holds other weights than .*shared was made"):
+        (record,) = reporting.sizes(tmp_path / "shared")
+    assert record["same_posterior"] is None
+
+
+def test_of_a_folder_of_runs_those_that_can_not_be_counted_are_left_out(runs, tmp_path):
+    shutil.copytree(runs / "point", tmp_path / "good")
+    shutil.copytree(runs / "mean_field", tmp_path / "bad")
+    (tmp_path / "bad" / "weights-net.safetensors").write_bytes(b"")
+    with pytest.warns(PeerbayesWarning, match=r"bad/weights-net\.safetensors: .*; it is left out"):
+        (record,) = reporting.sizes(tmp_path)
+    assert record["run"] == str(tmp_path / "good")
+    shutil.rmtree(tmp_path / "good")
+    with pytest.raises(pb.InputError, match="bad/weights-net"):
+        list(reporting.sizes(tmp_path))

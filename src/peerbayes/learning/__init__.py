@@ -1,7 +1,7 @@
 """Learning: recipes, cohorts, the loop, checkpoints and runs."""
 
 from peerbayes.errors import PeerbayesWarning, TrainingError
-from peerbayes.learning.compressing import compress, compression, source_weights
+from peerbayes.learning.compressing import compress, compression, source_weights, still_to_train
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
 from peerbayes.learning.hardware import environment
@@ -43,6 +43,7 @@ __all__ = [
     "restarted",
     "save_networks",
     "source_weights",
+    "still_to_train",
     "sweep",
     "train",
     "train_jobs",

@@ -13,7 +13,7 @@ from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import check_jobs, fit, train_jobs
+from peerbayes.learning.jobs import check_jobs, fit, refuse_changed_sources, refuse_infinite, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, listed, load_recipe
@@ -79,9 +79,7 @@ def compress(
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     place = source.folder if isinstance(source, Run) else Path(str(source))
     *before, job = compression(place, into, first, changes, None if run is None else Path(run), seed)
-    if before:
-        check_jobs([job], resume=resume, **how)
-        train_jobs(before, resume=True, reporter=reporter, **how)
+    train_jobs(still_to_train(before, job, resume, **how), resume=True, reporter=reporter, **how)
     (done,) = train_jobs([job], resume=resume, reporter=reporter, **how)
     return done[job.recipe.peers[0].name]
 
@@ -119,12 +117,28 @@ def compression(
     return [before, Job(recipe_from(into, weights, changes, start), folder, seed)]
 
 
+def still_to_train(before: Sequence[Job], job: Job, resume: bool, **how: Any) -> Sequence[Job]:
+    """Return what of the jobs before one has to be trained; refuse what could not be, or came of other weights."""
+    if not before or (resume and is_trained(job.folder)):
+        return []
+    check_jobs([job], resume=resume, **how)
+    for one in before:
+        if is_trained(one.folder):
+            refuse_changed_sources(one, **how)
+    return before
+
+
 def _beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-shared")
+    return _with_end(folder, "-shared")
 
 
 def _before(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-stage1")
+    return _with_end(folder, "-stage1")
+
+
+def _with_end(folder: Path, end: str) -> Path:
+    folder = folder if folder.name not in ("", "..") else folder.resolve()  # "." has no name
+    return folder.with_name(f"{folder.name}{end}")
 
 
 def _of_ones_own(run: Run) -> Posterior | None:
@@ -148,6 +162,7 @@ def _compressed(
     """Compress a posterior, of a run if that is known, that no recipe could build again; both fits are ``told``."""
     peer, seed, data = recipe.peers[0], told["seed"], told["data"]
     options, scaled = _options(recipe, first)
+    refuse_infinite(posterior, "the posterior")
     network = posterior.materialise()
     blank = blank_shared(network, options, seed, peer.name).to(posterior.device)
     if not resume:

@@ -83,7 +83,7 @@ def distill(
         raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
-    device = own if own.type != "cpu" else found[0].device
+    device = own if own.type != "cpu" else found[0].device  # `fit` moves it, where another one is asked for
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     save_networks(trained)
     return trained["student"].materialise()

@@ -44,7 +44,8 @@ def fit(
     """Train your own posteriors by the stages of a recipe, on the device that they are on.
 
     Args:
-        peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
+        peers: posteriors by name; they are trained in place and take the place of the recipe's peers. With a
+            ``device`` they are moved there.
         data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
             takes the place of the recipe's.
         recipe: a recipe, its name or its file.
@@ -74,12 +75,14 @@ def fit(
     table["data"].pop("classes", None)
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
     found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
-    job, device = Job(found, Path(run), seed), next(iter(peers.values())).device
+    job = Job(found, Path(run), seed)
+    device = next(iter(peers.values())).device if settings.device == "auto" else settings.place()
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
     for known in filter(None, map(run_of, teachers)):
         known.refuse_strange(loaded, f"teacher {known.folder}")
     networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
     for name, posterior in peers.items():
+        posterior.to(device)
         posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)
@@ -111,6 +114,13 @@ def refuse_naming_teachers(overrides: str | Sequence[str]) -> None:
             raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
 
 
+def refuse_infinite(posterior: Posterior, who: str) -> None:
+    """Refuse weights and scales that are not finite; buffers may be so."""
+    for name, tensor in posterior.state().items():
+        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
+            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")
+
+
 def _check_given(peers: Any, data: Any) -> None:
     if not isinstance(peers, Mapping):
         raise InputError(f"peers is of type {type(peers).__name__}, expected posteriors by name")
@@ -121,6 +131,7 @@ def _check_given(peers: Any, data: Any) -> None:
             raise InputError(f"peer '{name}' is a {kind}, expected a posterior; wrap a network in Point(...)")
         if (other := owners.setdefault(id(posterior), name)) != name:
             raise InputError(f"peers '{other}' and '{name}' are one and the same posterior; give each its own")
+        refuse_infinite(posterior, f"peer '{name}'")
     if not isinstance(data, str | Path | Dataset):
         kind = type(data).__name__
         raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
@@ -238,6 +249,14 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loade
         if resume is not None:
             refuse_occupied(job, resume)
         check(job, known(job.recipe, job.folder), device, settings.root, settings.world)
+
+
+def refuse_changed_sources(job: Job, **how: Any) -> None:
+    """Refuse a run whose peers started from other weights than those that lie there now."""
+    settings = How(**how)
+    job = _completed(job)
+    peers = build_peers(job, Loaded(settings.root)(job.recipe, job.folder), torch.device("cpu"), generation(job))
+    refuse_other_origins(job.folder, origins_of(peers, []))
 
 
 def _completed(job: Job) -> Job:

@@ -221,6 +221,8 @@ class Run(Mapping[str, Posterior]):
 def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
     path = Path(path).expanduser()
+    if path.suffix == ".safetensors" and not path.exists():
+        raise InputError(f"{path}: there is no such file")
     if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
         raise InputError(f"{path}: not a weights file of a run (there is no recipe.toml beside it)")
     run = Run(path.parent if path.suffix == ".safetensors" else path)

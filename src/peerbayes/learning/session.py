@@ -13,7 +13,7 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
-from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, stamp
+from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins, stamp
 from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
 from peerbayes.learning.inputs import network_inputs
@@ -66,6 +66,7 @@ class Session:
         before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
         newest = None if before is None else checkpoints.read_newest(self.folder)
         if before is not None:
+            refuse_other_origins(self.folder, self.origins)
             self.origins = (before.about.get("origins") or {}) | self.origins
             begun = [name for name, posterior in peers.items() if posterior.learning]
             if newest is None and begun:

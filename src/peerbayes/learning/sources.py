@@ -127,6 +127,7 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         return recipe
     known: list[Recipe] = []
     taught: dict[tuple[str, str], Peer] = {}
+    candidates, left_out = dict[str, None](), dict[str, list[str]]()
     for source in recipe.teachers.runs:
         path = Path(source).expanduser()
         folder = path.parent if path.suffix == ".safetensors" else path
@@ -137,18 +138,21 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
                 peers_at(path)  # knows what is wrong with it
             known.append(load_recipe(folder / "recipe.toml") if folder.is_dir() else _recipe_of(source))
         where = str(folder.resolve()) if folder.exists() else source
-        for peer in known[-1].peers:
-            if folder != path and path.name != f"weights-{peer.name}.safetensors":
-                continue
-            if not recipe.teachers.has(peer.name):
-                continue
+        file = path.name if folder != path else None
+        at_hand = [peer for peer in known[-1].peers if file in (None, f"weights-{peer.name}.safetensors")]
+        candidates |= dict.fromkeys(peer.name for peer in at_hand)
+        chosen = [peer for peer in at_hand if recipe.teachers.has(peer.name)]
+        if at_hand and not chosen:
+            left_out[source] = [peer.name for peer in at_hand]
+        for peer in chosen:
             if (where, peer.name) in taught:
                 raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
             taught[where, peer.name] = peer
     missing = set(recipe.teachers.peers or ()) - {name for _, name in taught}
     if missing:
-        has = ", ".join(sorted({peer.name for one in known for peer in one.peers}))
-        raise InputError(f"teachers.peers: no teacher is called '{min(missing)}'; they are called {has}")
+        raise InputError(f"teachers.peers: no teacher is called '{min(missing)}'; there are {', '.join(candidates)}")
+    for source, names in left_out.items():
+        raise InputError(f"teachers.peers: names nobody of '{source}', which has {', '.join(names)}")
     count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
     if count == 1:
         _refuse_comparing(recipe, next(iter(taught.values())))

@@ -143,10 +143,11 @@ def rounded_scales(std: Tensor, bits: int) -> tuple[Tensor, int]:
     """Round to 2^(low + c · step), c from 0 to 2^bits − 1; return it, float64, and its bytes.
 
     Low and step go from the least and the largest to where they have the least squared error of logarithms, by turns
-    with the codes. With one bit these are two levels.
+    with the codes. With one bit these are two levels. Scales of 0 count as the least of the others.
     """
     most = (1 << bits) - 1
-    logs = std.double().log2()
+    least = std[std > 0].min() if bool((std > 0).any()) else std.new_tensor(TINY)
+    logs = std.clamp_min(least).double().log2()
     low, step = logs.min(), (logs.max() - logs.min()) / most
     for _ in range(REFITS):
         codes = _codes(logs, low, step, most)

@@ -15,11 +15,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from peerbayes.data import to_unit
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, within
 from peerbayes.evaluation import Summary, summarise
 from peerbayes.learning import Run
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import peers_at
+from peerbayes.learning.settings import Teachers
 from peerbayes.learning.sources import Job, source_of, teacher_sources
 from peerbayes.posteriors import Posterior
 from peerbayes.reporting.figures import COLOURS, panels
@@ -53,7 +54,7 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
         for path in find_runs(folder):
             run = Run(path)
             outside = run.recipe.evaluation.out_of_distribution
-            steps = [_judged(step, outside, device, root) for step in _steps(run)]
+            steps = [_judged(step, names, outside, device, root) for step, names in _steps(run).values()]
             chains.append({"folder": str(path), "seed": run.seed, "outside": outside, "steps": steps})
     names = [[(step["recipe"], [who["name"] for who in step["who"]]) for step in chain["steps"]] for chain in chains]
     if any(other != names[0] for other in names):
@@ -61,25 +62,32 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
     return {"chains": chains}
 
 
-def _steps(run: Run) -> list[Run]:
-    """Return the runs that a run needed, in the order in which they were made, and then itself."""
-    job = Job(run.recipe, run.folder, run.seed)
-    sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
-    found: dict[Path, Run] = {}
-    for source in (*sources, *teacher_sources(job)):
+def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[str]]]:
+    """Return the runs that a run needed, each with the peers that it needed, as they were made; then itself."""
+    recipe, job = run.recipe, Job(run.recipe, run.folder, run.seed)
+    wanted: list[tuple[Path | Job | None, Teachers | None]] = [
+        (source_of(peer, recipe, run.seed, run.folder.parent), None) for peer in recipe.peers
+    ]
+    wanted += [(source, recipe.teachers) for source in teacher_sources(job)]
+    found: dict[Path, tuple[Run, list[str]]] = {}
+    for source, teachers in wanted:
         if source is None:
             continue
-        before, _ = peers_at(source.folder if isinstance(source, Job) else source)
-        found |= {step.folder.resolve(): step for step in _steps(before)}
-    return [*found.values(), run]
+        with within(f"a step before {run.folder}"):
+            before, names = peers_at(source.folder if isinstance(source, Job) else source)
+        taken = [name for name in names if teachers is None or teachers.has(name)]
+        for place, (step, some) in _steps(before, taken).items():
+            known = found.get(place, (step, []))[1]
+            found[place] = step, [name for name in step if name in {*known, *some}]
+    return found | {run.folder.resolve(): (run, list(named or run))}
 
 
-def _judged(run: Run, outside: Sequence[str], device: str, root: str | Path | None) -> Record:
+def _judged(run: Run, names: Sequence[str], outside: Sequence[str], device: str, root: str | Path | None) -> Record:
     loaded = run.data(root)
     record = evaluate(run, out_of_distribution=outside, data=loaded, device=device, root=root)
     images, _ = loaded.test.batch(torch.arange(min(IMAGES, len(loaded.test))), pick_device(device))
     who = []
-    for peer in record["peers"]:
+    for peer in (one for one in record["peers"] if one["name"] in names):
         posterior = run[peer["name"]].to(images.device)
         passes = record["draws"] if posterior.stochastic else 1
         who.append(
@@ -87,7 +95,7 @@ def _judged(run: Run, outside: Sequence[str], device: str, root: str | Path | No
             | {"bytes": _size(run, peer["name"], posterior), "passes": passes}
             | {"microseconds": _microseconds(posterior, to_unit(images), passes)}
         )
-    if ENSEMBLE in record:
+    if ENSEMBLE in record and len(names) == len(run):
         sums = {key: sum(one[key] for one in who) for key in ("bytes", "passes", "microseconds")}
         who.append(_figures(record[ENSEMBLE] | {"name": ENSEMBLE}, outside) | sums)
     return {
@@ -148,7 +156,7 @@ def pipeline_table(found: Record) -> str:
             digits = COLUMNS[key][2]
             summary = summarise(values[key])
             error = "" if summary.standard_error is None else f" ± {summary.standard_error:,.{digits}f}"
-            cells.append(f"{summary.mean:,.{digits}f}{error}")
+            cells.append(f"{summary.mean:z,.{digits}f}{error}")
         lines.append(["" if step == before else step, who, *cells])
         before = step
     return "\n".join(aligned(lines, left=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from peerbayes.data import Dataset
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.learning import Run, source_weights
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import peers_at
@@ -50,11 +52,21 @@ def sizes(
         root: data root.
     """
     path = Path(path).expanduser()
-    for one in [path] if path.suffix == ".safetensors" else find_runs(path):
-        run, names = peers_at(one)
-        judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
-        for name in names:
-            yield _account(run, name, judge)
+    where = [path] if path.suffix == ".safetensors" else find_runs(path)
+    complaints: list[InputError] = []
+    for one in where:
+        try:
+            run, names = peers_at(one)
+            judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
+            found = [_account(run, name, judge) for name in names]
+        except InputError as error:
+            complaints.append(error)
+            continue
+        yield from found
+    if len(complaints) == len(where):
+        raise complaints[0]
+    for complaint in complaints:
+        warnings.warn(f"{complaint}; it is left out", PeerbayesWarning, stacklevel=2)
 
 
 def _account(run: Run, name: str, judge: _Judge | None) -> Record:
@@ -107,6 +119,10 @@ def _source(run: Run, name: str, posterior: Shared) -> tuple[Path, MeanField] | 
     if path is None:
         return None
     found = Posterior.load(path, posterior.materialise())
+    origin = (run.about.get("origins") or {}).get(f"peer '{name}'")
+    if origin not in (None, found.digest()):
+        warnings.warn(f"{path}: holds other weights than {run.folder} was made of", PeerbayesWarning, stacklevel=2)
+        return None
     return (path, found) if isinstance(found, MeanField) else None
 
 
@@ -148,6 +164,6 @@ def size_table(record: Record) -> str:
     judged = {title: how for title, how in FIGURES.items() if how[0] in record["forms"][0]}
     table = [("", "bytes", share, *judged)]
     for form in record["forms"]:
-        figures = [f"{form[key] * factor:.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]
+        figures = [f"{form[key] * factor:z.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]
         table.append((form["name"], f"{form['bytes']:,}", f"{form['percent']:.1f}", *figures))
     return "\n".join([*lines, *aligned(table, left=1)])

@@ -211,7 +211,7 @@ def cell(values: Sequence[float], scale: float) -> str:
     """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three."""
     summary = summarise(values)
     digits = 2 if scale == 100 else 3
-    text = f"{summary.mean:.{digits}f}"
+    text = f"{summary.mean:z.{digits}f}"
     if summary.standard_error is not None:
         text += f" ± {summary.standard_error:.{digits}f}"
     return text
