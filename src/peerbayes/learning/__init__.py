@@ -4,10 +4,11 @@ from peerbayes.errors import PeerbayesWarning, TrainingError
 from peerbayes.learning.compressing import compress, compression, source_weights, still_to_train
 from peerbayes.learning.distilling import distill, recipe_into, save_networks
 from peerbayes.learning.distribution import joined, restarted
+from peerbayes.learning.fitting import fit
 from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import Loaded, check_jobs, fit, train, train_jobs
+from peerbayes.learning.jobs import Loaded, check_jobs, train, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import ConsoleReporter, Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe, packaged

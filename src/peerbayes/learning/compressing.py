@@ -10,10 +10,11 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError
 from peerbayes.learning.building import blank_shared, shared_of
 from peerbayes.learning.distribution import ALONE
+from peerbayes.learning.fitting import fit, refuse_infinite
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import check_jobs, fit, refuse_changed_sources, refuse_infinite, train_jobs
+from peerbayes.learning.jobs import check_jobs, refuse_changed_sources, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, listed, load_recipe

@@ -10,9 +10,9 @@ from torch import nn
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.learning.fitting import fit, refuse_naming_teachers
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import fit, refuse_naming_teachers
 from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, peers_at, run_of
 from peerbayes.learning.sources import require_seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,121 +20,9 @@ from peerbayes.learning.how import How, in_parts, refuse_unknown
 from peerbayes.learning.inputs import load_data
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, read_json, run_of
+from peerbayes.learning.run import Run, read_json
 from peerbayes.learning.session import Session, train_wave
-from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.sources import DATA_KEYS, Job, fitted_to_teachers, generation, untrained_sources
-from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import Posterior
-
-
-def fit(
-    peers: Mapping[str, Posterior],
-    *,
-    data: str | Path | Dataset,
-    recipe: str | Path | Recipe,
-    run: str | Path,
-    teachers: Sequence[Posterior] = (),
-    seed: int = 0,
-    overrides: str | Sequence[str] = (),
-    resume: bool = False,
-    reporter: Reporter | None = None,
-    **how: Any,
-) -> Run:
-    """Train your own posteriors by the stages of a recipe, on the device that they are on.
-
-    Args:
-        peers: posteriors by name; they are trained in place and take the place of the recipe's peers. With a
-            ``device`` they are moved there.
-        data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
-            takes the place of the recipe's.
-        recipe: a recipe, its name or its file.
-        run: the run folder.
-        teachers: trained posteriors that the peers learn from, in the place of the recipe's.
-        seed: seed of draws, order and augmentation.
-        overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
-        how: see `How`.
-    """
-    refuse_unknown(how, fit)
-    _check_given(peers, data)
-    refuse_naming_teachers(overrides)
-    teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
-    for one in teachers:
-        if not isinstance(one, Posterior):
-            raise InputError(f"a teacher is a {type(one).__name__}, expected a posterior; wrap a network in Point(...)")
-    found, settings = load_recipe(recipe, overrides), How(**how)
-    given = [
-        {"name": name, "network": CUSTOM, "posterior": {"kind": posterior.kind, **posterior.options()}}
-        for name, posterior in peers.items()
-    ]
-    table = found.model_dump(exclude_none=True)
-    table["peers"] = given
-    draws = table.pop("teachers", {}).get("draws", 1)
-    table["data"].pop("classes", None)
-    table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
-    found = _with_full_path(Recipe.parse(table, f"recipe {recipe if not isinstance(recipe, Recipe) else found.title}"))
-    job = Job(found, Path(run), seed)
-    device = next(iter(peers.values())).device if settings.device == "auto" else settings.place()
-    loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, _words_of(job.folder))
-    for known in filter(None, map(run_of, teachers)):
-        known.refuse_strange(loaded, f"teacher {known.folder}")
-    networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
-    for name, posterior in peers.items():
-        posterior.to(device)
-        posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
-    reporter = settings.voice(reporter)
-    refuse_occupied(job, resume)
-    if resume:
-        refuse_other_origins(job.folder, origins_of(peers, teachers))
-    if not _is_finished(job, reporter):
-        check_outside(found, loaded, settings.root)
-        taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
-        number = generation(job, [*peers.values(), *teachers])
-        session = Session(job, dict(peers), loaded, resume, reporter, settings, teachers=taught, generation=number)
-        for error in train_wave([session], settings.world).values():
-            raise error
-        done = Run(run, networks_by_peer)
-    else:
-        done = Run(run, networks_by_peer)
-        for name, posterior in peers.items():  # as if they had been trained just now
-            posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
-            posterior.generation, posterior.origin = done[name].generation, None
-    for posterior in peers.values():
-        posterior.home = done.folder.resolve()
-    return done
-
-
-def refuse_naming_teachers(overrides: str | Sequence[str]) -> None:
-    """Refuse changes of who teaches, where posteriors are given that do."""
-    for one in [overrides] if isinstance(overrides, str) else overrides:
-        key = one.partition("=")[0].strip()
-        if key in ("teachers.runs", "teachers.peers"):
-            raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
-
-
-def refuse_infinite(posterior: Posterior, who: str) -> None:
-    """Refuse weights and scales that are not finite; buffers may be so."""
-    for name, tensor in posterior.state().items():
-        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
-            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")
-
-
-def _check_given(peers: Any, data: Any) -> None:
-    if not isinstance(peers, Mapping):
-        raise InputError(f"peers is of type {type(peers).__name__}, expected posteriors by name")
-    owners: dict[int, str] = {}
-    for name, posterior in peers.items():
-        if not isinstance(posterior, Posterior):
-            kind = type(posterior).__name__
-            raise InputError(f"peer '{name}' is a {kind}, expected a posterior; wrap a network in Point(...)")
-        if (other := owners.setdefault(id(posterior), name)) != name:
-            raise InputError(f"peers '{other}' and '{name}' are one and the same posterior; give each its own")
-        refuse_infinite(posterior, f"peer '{name}'")
-    if not isinstance(data, str | Path | Dataset):
-        kind = type(data).__name__
-        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
 
 
 def train(
@@ -190,7 +78,7 @@ def train_jobs(
             raise InputError(f"{job.folder}: two runs can't have one folder")
         refuse_occupied(job, resume)
     device, loaded = settings.place(), Loaded(settings.root)
-    left = [job for job in jobs if not _is_finished(job, reporter)]
+    left = [job for job in jobs if not is_finished(job, reporter)]
     _check_all(left, loaded, device, settings)
     done = _train_sources(left, reporter, settings)
     left = [job for job in left if job.folder.resolve() not in done]
@@ -260,7 +148,7 @@ def refuse_changed_sources(job: Job, **how: Any) -> None:
 
 
 def _completed(job: Job) -> Job:
-    return replace(job, recipe=fitted_to_teachers(_with_full_path(job.recipe)))
+    return replace(job, recipe=fitted_to_teachers(with_full_path(job.recipe)))
 
 
 def _check_all(jobs: Sequence[Job], loaded: Loaded, device: torch.device, how: How) -> None:
@@ -283,7 +171,7 @@ class Loaded:
 
     def __call__(self, recipe: Recipe, folder: Path | None = None) -> Dataset:
         """Return a recipe's data; with the vocabulary of a run in a folder, which goes on, if there is one."""
-        return self._with(recipe, _words_of(folder) if folder is not None else None)
+        return self._with(recipe, words_of(folder) if folder is not None else None)
 
     def of(self, run: Run) -> Dataset:
         """Return a run's data, with its vocabulary."""
@@ -298,11 +186,13 @@ class Loaded:
         return self._found[key]
 
 
-def _words_of(folder: Path) -> Vocabulary | None:
+def words_of(folder: Path) -> Vocabulary | None:
+    """Return the vocabulary of the run in a folder, if there is one."""
     return Run(folder).vocabulary if (folder / "recipe.toml").is_file() else None
 
 
-def _is_finished(job: Job, reporter: Reporter) -> bool:
+def is_finished(job: Job, reporter: Reporter) -> bool:
+    """Return whether a job has been trained already, and tell."""
     path = job.folder / "run.json"
     finished = path.is_file() and bool(read_json(path).get("finished"))
     if finished:
@@ -310,8 +200,8 @@ def _is_finished(job: Job, reporter: Reporter) -> bool:
     return finished
 
 
-def _with_full_path(recipe: Recipe) -> Recipe:
-    # A run must find its data again from another folder.
+def with_full_path(recipe: Recipe) -> Recipe:
+    """Return a recipe whose run finds its data again from another folder."""
     data, changes = recipe.data, dict[str, Any](name=_full(recipe.data.name))
     if data.text is not None and data.text.vectors and Path(data.text.vectors).expanduser().exists():
         vectors = str(Path(data.text.vectors).expanduser().resolve())
@@ -335,7 +225,7 @@ def _train_sources(jobs: Sequence[Job], reporter: Reporter, how: How) -> set[Pat
         sources |= {source.folder.resolve(): source for source in untrained_sources(job)}
     for job in jobs:
         wanted = sources.get(job.folder.resolve())
-        if wanted is not None and _with_full_path(wanted.recipe) != job.recipe:
+        if wanted is not None and with_full_path(wanted.recipe) != job.recipe:
             raise InputError(
                 f"{job.folder}: other runs start from it with the settings of '{wanted.recipe.name}', but other "
                 "settings are asked for; train it into a folder of its own"
