@@ -29,6 +29,7 @@ from peerbayes.learning import (
     Reporter,
     Run,
     engine,
+    fitting,
     jobs,
     load_data,
     load_recipe,
@@ -129,7 +130,8 @@ def seen(monkeypatch):
             self.learner.place = job.folder.name
 
     monkeypatch.setattr(session, "Learner", Watched)
-    monkeypatch.setattr(jobs, "Session", Session)
+    for room in (jobs, fitting):
+        monkeypatch.setattr(room, "Session", Session)
     return found
 
 
