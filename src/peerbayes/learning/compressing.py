@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from peerbayes.learning.building import blank_shared, shared_of
 from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.fitting import fit, refuse_infinite
 from peerbayes.learning.folder import refuse_occupied
+from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
 from peerbayes.learning.jobs import check_jobs, refuse_changed_sources, train_jobs
@@ -164,6 +166,8 @@ def _compressed(
     peer, seed, data = recipe.peers[0], told["seed"], told["data"]
     options, scaled = _options(recipe, first)
     refuse_infinite(posterior, "the posterior")
+    if told.get("device", "auto") != "auto":
+        posterior = copy.deepcopy(posterior).to(pick_device(told["device"]))
     network = posterior.materialise()
     blank = blank_shared(network, options, seed, peer.name).to(posterior.device)
     if not resume:
