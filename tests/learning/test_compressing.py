@@ -502,6 +502,19 @@ def test_a_codebook_does_not_go_on_with_another_networks(compressed, capsys):
     assert (compressed / "runs/net-shared/sharing.json").read_text() == account
 
 
+def test_a_finished_codebook_of_another_network_is_not_handed_back(compressed, capsys):
+    network(1)
+    capsys.readouterr()
+    told = "runs/net-shared-stage1: holds a run in which peer 'net' started from other weights; choose another folder"
+    assert refused(capsys, *COMPRESS, *QUIET, "--resume") == told
+    shutil.rmtree("runs/net-shared-stage1")
+    scaled = load_recipe("sharing/stage1", ["stages.0.epochs=1", "peers.0.start_from=runs/net", "data.name=digits"])
+    train(scaled, "runs/net-shared-stage1", device="cpu")
+    found = refused(capsys, "compress", "runs/net-shared-stage1", "--run", "runs/net-shared", *COMPRESS[-2:], *QUIET,
+                    "--resume")  # fmt: skip
+    assert "runs/net-shared: holds a " in found
+
+
 def test_a_finished_codebook_wants_no_scales_again(compressed):
     shutil.rmtree("runs/net-shared-stage1")
     run_command([*COMPRESS, *QUIET, "--resume"])

@@ -735,6 +735,35 @@ def copied(run, tmp_path):
     return Path(shutil.copytree(run, tmp_path / "teacher"))
 
 
+def test_teachers_that_were_trained_again_are_told_and_others_refused(runs, tmp_path, capsys):
+    def interrupted(source, name):
+        """Train a student, and leave it as it was after its first epoch, under other teachers."""
+        recipe = load_recipe("distillation/kd", [f"teachers.runs=['{source}']", "stages.0.epochs=2", *own])
+        run = train(recipe, tmp_path / name, device="cpu", checkpoint_every=2)
+        about = json.loads((run.folder / "run.json").read_text())
+        about |= {"finished": False, "origins": {"the teachers": "0123456789abcdef"}}
+        (run.folder / "run.json").write_text(json.dumps(about))
+        return recipe, run.folder
+
+    data = Run(runs["three"]).recipe.data.name
+    own = [f"data.name={data}", "data.classes=3", "data.batch_size=12", "data.validation=0", "peers.0.network=mlp"]
+    pair = tmp_path / "pair.toml"
+    pair.write_text(TEACHER.replace("DATA", data).replace("NETWORK", "mlp"))
+    recipe, folder = interrupted(pair, "by-recipe")
+    told = []
+
+    class Heard(Reporter):
+        def warn(self, text):
+            told.append(text)
+
+    train(recipe, folder, device="cpu", resume=True, reporter=Heard())
+    assert any(f"{pair} has been trained again since, and its peers learn from others" in text for text in told), told
+    assert json.loads((folder / "run.json").read_text())["origins"] == {"the teachers": "0123456789abcdef"}
+    recipe, folder = interrupted(runs["three"], "by-folder")
+    with pytest.raises(InputError, match="by-folder: holds a run whose peers learn from other teachers"):
+        train(recipe, folder, device="cpu", resume=True)
+
+
 def test_a_teacher_with_a_damaged_weights_file_is_refused(runs, tmp_path, capsys):
     run = copied(runs["three"], tmp_path)
     path = run / "weights-only.safetensors"

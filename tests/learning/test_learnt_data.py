@@ -14,6 +14,7 @@ from commands import refused
 from peerbayes.errors import PeerbayesWarning
 from peerbayes.learning import Run, load_recipe, train
 from peerbayes.learning.folder import MetricsLog
+from peerbayes.learning.run import run_of
 from peerbayes.learning.session import Session
 from peerbayes.reporting import evaluate
 
@@ -238,6 +239,20 @@ def test_renamed_classes_are_refused_from_python_too(folder, tmp_path):
     assert not (tmp_path / "s").exists()
     with pytest.raises(pb.InputError, match=r"takes inputs of shape \(3, 8, 8\), but .* has \(1, 8, 8\)"):
         pb.evaluate(own, data=replace(arrays(), shape=(1, 8, 8)))
+
+
+def test_posteriors_go_by_their_run_only_as_long_as_it_is_theirs(tmp_path):
+    how = {"recipe": "mutual/digits-dnn", "overrides": (one for one in SHORT[:2])}
+    peer = pb.MeanField(small(0))
+    run = pb.fit({"m": peer}, data=arrays(), run=tmp_path / "run", **how)
+    assert len(run.metrics) == 2  # changes may come from anywhere, once
+    assert run_of(peer).folder == run_of(run["m"]).folder == run.folder
+    (run.folder / "run.json").touch()
+    assert run_of(peer) is run_of(run["m"]) is None
+    (run.folder / "run.json").unlink()
+    assert run_of(peer) is None
+    with pytest.raises(pb.InputError, match="data is missing: the posterior is of no run that knows it"):
+        pb.compress(peer, components=8, overrides=CODEBOOK, run=tmp_path / "s")
 
 
 def test_nobody_teaches_is_a_sentence():

@@ -14,9 +14,9 @@ from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.fitting import fit, refuse_infinite
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.hardware import pick_device
-from peerbayes.learning.how import refuse_unknown
+from peerbayes.learning.how import How, refuse_unknown
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import check_jobs, refuse_changed_sources, train_jobs
+from peerbayes.learning.jobs import Loaded, check_jobs, refuse_changed_sources, train_jobs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, listed, load_recipe
@@ -122,13 +122,27 @@ def compression(
 
 def still_to_train(before: Sequence[Job], job: Job, resume: bool, **how: Any) -> Sequence[Job]:
     """Return what of the jobs before one has to be trained; refuse what could not be, or came of other weights."""
-    if not before or (resume and is_trained(job.folder)):
-        return []
-    check_jobs([job], resume=resume, **how)
+    loaded = Loaded(How(**how).root)
+    finished = resume and is_trained(job.folder)
+    if finished:
+        _refuse_other_codebook(job)
+    elif before:
+        check_jobs([job], resume=resume, loaded=loaded, **how)
     for one in before:
         if is_trained(one.folder):
-            refuse_changed_sources(one, **how)
-    return before
+            refuse_changed_sources(one, loaded)
+    return [] if finished else before
+
+
+def _refuse_other_codebook(job: Job) -> None:
+    """Refuse a finished codebook that was made of other weights than those that it would be made of now."""
+    (peer,) = job.recipe.peers
+    path, known = Path(str(peer.start_from)), (Run(job.folder).about.get("origins") or {}).get(f"peer '{peer.name}'")
+    if known is None or not path.is_file():
+        return
+    run, (name, *_) = peers_at(path)
+    if run.finished and run[name].digest() != known:
+        raise InputError(f"{job.folder}: holds a codebook of other weights than {path} has now; choose another folder")
 
 
 def _beside(folder: Path) -> Path:
@@ -176,7 +190,7 @@ def _compressed(
         named = recipe.data.model_copy(update={"name": str(data), "classes": None})
         data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
     if known is not None:
-        known.refuse_strange(data)
+        known.refuse_strange(data, sizes=False)
     # What does not fit is found here, before anything is trained, or gradients are taken.
     Learner(recipe, {peer.name: blank}, data, seed, engine="eager", world=told.get("world", ALONE)).feed.close()
     if not isinstance(posterior, MeanField):

@@ -13,7 +13,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning.fitting import fit, refuse_naming_teachers
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
-from peerbayes.learning.recipe import Recipe, change, is_recipe, load_recipe, packaged
+from peerbayes.learning.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, peers_at, run_of
 from peerbayes.learning.sources import require_seed
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
@@ -47,6 +47,7 @@ def distill(
     """
     refuse_unknown(how, distill, fit)
     require_seed(how.get("seed", 0))
+    overrides = listed(overrides)
     refuse_naming_teachers(overrides)
     runs, found = _opened(teachers)
     chosen = load_recipe(recipe)

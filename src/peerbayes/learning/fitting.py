@@ -14,8 +14,8 @@ from peerbayes.learning.how import How, refuse_unknown
 from peerbayes.learning.inputs import load_data
 from peerbayes.learning.jobs import is_finished, with_full_path, words_of
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.recipe import Recipe, load_recipe
-from peerbayes.learning.run import Run, run_of
+from peerbayes.learning.recipe import Recipe, listed, load_recipe
+from peerbayes.learning.run import Run, home, run_of
 from peerbayes.learning.session import Session, train_wave
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.sources import Job, generation
@@ -36,11 +36,10 @@ def fit(
     reporter: Reporter | None = None,
     **how: Any,
 ) -> Run:
-    """Train your own posteriors by the stages of a recipe, on the device that they are on.
+    """Train your own posteriors by the stages of a recipe, where they are, or on a ``device``.
 
     Args:
-        peers: posteriors by name; they are trained in place and take the place of the recipe's peers. With a
-            ``device`` they are moved there.
+        peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
         data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
             takes the place of the recipe's.
         recipe: a recipe, its name or its file.
@@ -54,6 +53,7 @@ def fit(
     """
     refuse_unknown(how, fit)
     _check_given(peers, data)
+    overrides = listed(overrides)
     refuse_naming_teachers(overrides)
     teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
     for one in teachers:
@@ -74,15 +74,15 @@ def fit(
     device = next(iter(peers.values())).device if settings.device == "auto" else settings.place()
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, words_of(job.folder))
     for known in filter(None, map(run_of, teachers)):
-        known.refuse_strange(loaded, f"teacher {known.folder}")
-    networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
-    for name, posterior in peers.items():
-        posterior.to(device)
-        posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
+        known.refuse_strange(loaded, f"teacher {known.folder}", sizes=False)
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)
     if resume:
         refuse_other_origins(job.folder, origins_of(peers, teachers))
+    networks_by_peer = {name: posterior.materialise() for name, posterior in peers.items()}
+    for name, posterior in peers.items():
+        posterior.to(device)
+        posterior.seed, posterior.name, posterior.input_shape = seed, name, loaded.shape
     if not is_finished(job, reporter):
         check_outside(found, loaded, settings.root)
         taught = Teachers([t.to(device) for t in teachers], draws, seed) if teachers else None
@@ -97,15 +97,15 @@ def fit(
             posterior.load_state({place: t.to(device) for place, t in done[name].state().items()})
             posterior.generation, posterior.origin = done[name].generation, None
     for posterior in peers.values():
-        posterior.home = done.folder.resolve()
+        posterior.home = home(done.folder)
     return done
 
 
-def refuse_naming_teachers(overrides: str | Sequence[str]) -> None:
+def refuse_naming_teachers(overrides: Sequence[str]) -> None:
     """Refuse changes of who teaches, where posteriors are given that do."""
-    for one in [overrides] if isinstance(overrides, str) else overrides:
+    for one in overrides:
         key = one.partition("=")[0].strip()
-        if key in ("teachers.runs", "teachers.peers"):
+        if key.startswith(("teachers.runs", "teachers.peers")):
             raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
 
 

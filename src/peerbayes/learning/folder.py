@@ -59,7 +59,7 @@ def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) ->
 
 
 def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
-    """Refuse to go on with a run that began with others: of what came from Python its recipe knows nothing."""
+    """Refuse to go on with a run that began with other weights, or other teachers, than there are now."""
     before = Run(folder).about.get("origins") or {} if (folder / "recipe.toml").is_file() else {}
     for who, now in origins.items():
         if before.get(who, now) != now:
@@ -92,12 +92,6 @@ class MetricsLog:
         """Add a line."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def stamp(folder: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a process begins or ends a run."""
-    path = folder / "run.json"
-    return (path.stat().st_mtime_ns, path.stat().st_ino) if path.is_file() else None
 
 
 @contextlib.contextmanager

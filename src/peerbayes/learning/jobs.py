@@ -139,11 +139,10 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loade
         check(job, known(job.recipe, job.folder), device, settings.root, settings.world)
 
 
-def refuse_changed_sources(job: Job, **how: Any) -> None:
+def refuse_changed_sources(job: Job, loaded: Loaded) -> None:
     """Refuse a run whose peers started from other weights than those that lie there now."""
-    settings = How(**how)
     job = _completed(job)
-    peers = build_peers(job, Loaded(settings.root)(job.recipe, job.folder), torch.device("cpu"), generation(job))
+    peers = build_peers(job, loaded(job.recipe, job.folder), torch.device("cpu"), generation(job))
     refuse_other_origins(job.folder, origins_of(peers, []))
 
 

@@ -151,7 +151,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()
 
 def listed(overrides: str | Sequence[str]) -> Sequence[str]:
     """Return overrides as a list; a text is one of them, not one a letter."""
-    return [overrides] if isinstance(overrides, str) else overrides
+    return [overrides] if isinstance(overrides, str) else list(overrides)
 
 
 def _read(path: Path, origin: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:

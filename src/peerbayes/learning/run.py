@@ -190,7 +190,7 @@ class Run(Mapping[str, Posterior]):
             posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
-            posterior.generation, posterior.home = self.about.get("generation", 0), self.folder.resolve()
+            posterior.generation, posterior.home = self.about.get("generation", 0), home(self.folder)
         return self._loaded[peer]
 
     def _network(self, peer: str) -> nn.Module:
@@ -232,10 +232,25 @@ def peers_at(path: str | Path) -> tuple[Run, list[str]]:
     return run, names
 
 
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a process begins or ends a run."""
+    path = folder / "run.json"
+    return (path.stat().st_mtime_ns, path.stat().st_ino) if path.is_file() else None
+
+
+def home(folder: Path) -> tuple[Path, Any]:
+    """Return what a posterior remembers of the run that it is of."""
+    return folder.resolve(), stamp(folder)
+
+
 def run_of(posterior: Posterior) -> Run | None:
-    """Return the run that a posterior is of, as far as it is known and still there."""
-    home = posterior.home
-    return Run(home) if home is not None and (home / "recipe.toml").is_file() else None
+    """Return the run that a posterior is of, if that is known, still there, and has not been made anew."""
+    if posterior.home is None or posterior.home != home(posterior.home[0]):
+        return None
+    try:
+        return Run(posterior.home[0])
+    except InputError:
+        return None
 
 
 def runs_below(folder: Path) -> list[Path]:

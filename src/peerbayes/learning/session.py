@@ -13,14 +13,14 @@ from peerbayes.data import Dataset
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.learning import checkpoints
 from peerbayes.learning.distribution import World
-from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins, stamp
+from peerbayes.learning.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
 from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
 from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import Run, write_text
-from peerbayes.learning.sources import Job
+from peerbayes.learning.run import Run, stamp, write_text
+from peerbayes.learning.sources import Job, made_by_recipes
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.posteriors import Posterior, Shared
@@ -66,8 +66,6 @@ class Session:
         before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
         newest = None if before is None else checkpoints.read_newest(self.folder)
         if before is not None:
-            refuse_other_origins(self.folder, self.origins)
-            self.origins = (before.about.get("origins") or {}) | self.origins
             begun = [name for name, posterior in peers.items() if posterior.learning]
             if newest is None and begun:
                 raise InputError(f"peer '{begun[0]}' has learnt in a run that was interrupted before its first "
@@ -77,6 +75,15 @@ class Session:
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
             before.refuse_strange(loaded)
+            made_again = made_by_recipes(job.recipe)
+            refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
+            known = before.about.get("origins") or {}
+            for who in made_again:
+                if known.get(who, self.origins.get(who)) != self.origins.get(who):
+                    taught = who == "the teachers"
+                    then = "its peers learn from others from now on" if taught else f"{who} began with what it was then"
+                    self.reporter.warn(f"{self.folder}: {made_again[who]} has been trained again since, and {then}")
+            self.origins |= known
             self.learner.restore(tensors, about)
             so_far = before.about.get("precision", self.precision)
             if so_far != self.precision:
@@ -94,7 +101,7 @@ class Session:
             return
         job, step = self.job, self.learner.position.step
         for posterior in self.peers.values():
-            posterior.learning = True
+            posterior.learning, posterior.home = True, None
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder):
             if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
@@ -119,7 +126,7 @@ class Session:
             if self.loaded.vocabulary is not None:
                 write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
             accounts = {name: p.account for name, p in self.peers.items() if isinstance(p, Shared) and p.account}
-            if accounts:
+            if accounts and step == 0:
                 write_text(self.folder / "sharing.json", json.dumps(accounts, indent=1))
             # The recipe comes last: a folder that has one has the rest.
             write_text(self.folder / "recipe.toml", job.recipe.to_toml())

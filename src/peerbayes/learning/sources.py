@@ -206,6 +206,13 @@ def _has_draws(peer: Peer) -> bool:
     return peer.posterior.kind != "point" and getattr(peer.posterior, "predicts", "members") == "members"
 
 
+def made_by_recipes(recipe: Recipe) -> dict[str, str]:
+    """Return whose origins are runs that recipes make, again where they are gone, as `origins_of` calls them."""
+    found = {f"peer '{p.name}'": p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
+    return found | ({"the teachers": taught[0]} if taught else {})
+
+
 def untrained_sources(job: Job) -> list[Job]:
     """Return the runs that a job needs and that are not there yet: what its peers start from, and its teachers."""
     named = [source_of(peer, job.recipe, job.seed, job.folder.parent) for peer in job.recipe.peers]

@@ -89,7 +89,7 @@ class Posterior(nn.Module):
         source = None if start_from is None else _state_of(start_from, network)
         self.learning = False  # whether a run has begun to change it, and has not ended
         self.plain_memory = False  # whether convolutions must not have channels last
-        self.home: Path | None = None  # folder of the run that it is of
+        self.home: tuple[Path, Any] | None = None  # folder of the run that it is of, and a mark of its state
         self.origin: str | None = ""  # digest of what it started from; None for one that was not worked out yet
         self.network = copy.deepcopy(network)
         homes = first_names(self.network)
