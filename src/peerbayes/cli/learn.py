@@ -209,7 +209,7 @@ def compress(
     *before, job = learning.compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every
-    before = list(learning.still_to_train(before, job, resume, **how))
+    before = learning.still_to_train(before, job, resume, **how)
     _train_and_show([job], False, as_json, quiet, resume, before, **how)
 
 

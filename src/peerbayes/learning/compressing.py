@@ -14,7 +14,7 @@ from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.fitting import fit, refuse_infinite
 from peerbayes.learning.folder import refuse_occupied
 from peerbayes.learning.hardware import pick_device
-from peerbayes.learning.how import How, refuse_unknown
+from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
 from peerbayes.learning.jobs import Loaded, check_jobs, refuse_changed_sources, train_jobs
 from peerbayes.learning.loop import Learner
@@ -120,9 +120,9 @@ def compression(
     return [before, Job(recipe_from(into, weights, changes, start), folder, seed)]
 
 
-def still_to_train(before: Sequence[Job], job: Job, resume: bool, **how: Any) -> Sequence[Job]:
+def still_to_train(before: list[Job], job: Job, resume: bool, **how: Any) -> list[Job]:
     """Return what of the jobs before one has to be trained; refuse what could not be, or came of other weights."""
-    loaded = Loaded(How(**how).root)
+    loaded = Loaded(how.get("root"))
     finished = resume and is_trained(job.folder)
     if finished:
         _refuse_other_codebook(job)
@@ -137,11 +137,11 @@ def still_to_train(before: Sequence[Job], job: Job, resume: bool, **how: Any) ->
 def _refuse_other_codebook(job: Job) -> None:
     """Refuse a finished codebook that was made of other weights than those that it would be made of now."""
     (peer,) = job.recipe.peers
-    path, known = Path(str(peer.start_from)), (Run(job.folder).about.get("origins") or {}).get(f"peer '{peer.name}'")
-    if known is None or not path.is_file():
+    path = Path(str(peer.start_from))
+    if not path.is_file():
         return
     run, (name, *_) = peers_at(path)
-    if run.finished and run[name].digest() != known:
+    if run.finished and not Run(job.folder).began_with(peer.name, run[name]):
         raise InputError(f"{job.folder}: holds a codebook of other weights than {path} has now; choose another folder")
 
 

@@ -73,7 +73,7 @@ def fit(
     job = Job(found, Path(run), seed)
     device = next(iter(peers.values())).device if settings.device == "auto" else settings.place()
     loaded = data if isinstance(data, Dataset) else load_data(found, settings.root, words_of(job.folder))
-    for known in filter(None, map(run_of, teachers)):
+    for known in filter(None, map(run_of, {one.home: one for one in teachers}.values())):  # each run once
         known.refuse_strange(loaded, f"teacher {known.folder}", sizes=False)
     reporter = settings.voice(reporter)
     refuse_occupied(job, resume)

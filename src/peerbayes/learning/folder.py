@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
-from peerbayes.learning.run import Run, write_text
+from peerbayes.learning.run import TAUGHT_BY, Run, peer_called, write_text
 from peerbayes.learning.sources import Job
 from peerbayes.posteriors import Posterior
 
@@ -53,18 +53,18 @@ def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) ->
     for posterior in peers.values():
         if posterior.origin is None:  # worked out now: once it learns, it is another one
             posterior.origin = posterior.digest()
-    found = {f"peer '{name}'": posterior.origin for name, posterior in peers.items() if posterior.origin}
+    found = {peer_called(name): posterior.origin for name, posterior in peers.items() if posterior.origin}
     known = [teacher.digest() for teacher in teachers]
-    return found | ({"the teachers": " ".join(known)} if known else {})
+    return found | ({TAUGHT_BY: " ".join(known)} if known else {})
 
 
 def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
     """Refuse to go on with a run that began with other weights, or other teachers, than there are now."""
-    before = Run(folder).about.get("origins") or {} if (folder / "recipe.toml").is_file() else {}
+    before = Run(folder).origins if (folder / "recipe.toml").is_file() else {}
     for who, now in origins.items():
         if before.get(who, now) != now:
             others = "whose peers learn from other teachers"
-            told = others if who == "the teachers" else f"in which {who} started from other weights"
+            told = others if who == TAUGHT_BY else f"in which {who} started from other weights"
             raise InputError(f"{folder}: holds a run {told}; choose another folder")
 
 

@@ -30,6 +30,12 @@ from peerbayes.posteriors import Posterior, storage
 from peerbayes.schema import Strict, Table
 
 NAMED = 5  # runs that a sentence lists
+TAUGHT_BY = "the teachers"  # what a run remembers them by
+
+
+def peer_called(name: str) -> str:
+    """Return what a run remembers a peer by."""
+    return f"peer '{name}'"
 
 
 class _Inputs(Strict):
@@ -117,6 +123,15 @@ class Run(Mapping[str, Posterior]):
     def finished(self) -> bool:
         """Whether training reached its end."""
         return bool(self.about.get("finished", False))
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Digests of what its peers started from and learn from, by `peer_called` and `TAUGHT_BY`, where known."""
+        return self.about.get("origins") or {}
+
+    def began_with(self, peer: str, source: Posterior) -> bool:
+        """Return whether a peer may have started from a posterior: whether it did, where that is known."""
+        return self.origins.get(peer_called(peer)) in (None, source.digest())
 
     @property
     def unfinished(self) -> str:

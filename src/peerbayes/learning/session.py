@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from peerbayes.learning.how import How
 from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.loop import Learner
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import Run, stamp, write_text
+from peerbayes.learning.run import TAUGHT_BY, Run, stamp, write_text
 from peerbayes.learning.sources import Job, made_by_recipes
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
@@ -75,19 +75,22 @@ class Session:
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
             before.refuse_strange(loaded)
-            made_again = made_by_recipes(job.recipe)
-            refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
-            known = before.about.get("origins") or {}
-            for who in made_again:
-                if known.get(who, self.origins.get(who)) != self.origins.get(who):
-                    taught = who == "the teachers"
-                    then = "its peers learn from others from now on" if taught else f"{who} began with what it was then"
-                    self.reporter.warn(f"{self.folder}: {made_again[who]} has been trained again since, and {then}")
-            self.origins |= known
+            self._compare_origins(before.origins)
             self.learner.restore(tensors, about)
             so_far = before.about.get("precision", self.precision)
             if so_far != self.precision:
                 self.reporter.warn(f"{self.folder}: was trained in {so_far} so far, and goes on in {self.precision}")
+
+    def _compare_origins(self, before: Mapping[str, str]) -> None:
+        """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
+        made_again = made_by_recipes(self.job.recipe)
+        refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
+        for who, recipe in made_again.items():
+            if before.get(who, self.origins.get(who)) != self.origins.get(who):
+                later = "its peers learn from others from now on"
+                then = later if who == TAUGHT_BY else f"{who} began with what it was then"
+                self.reporter.warn(f"{self.folder}: {recipe} has been trained again since, and {then}")
+        self.origins |= before
 
     def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         if self.world.is_first:

@@ -11,7 +11,7 @@ from typing import Any
 from peerbayes.errors import InputError, within
 from peerbayes.learning.perturbing import SEVERAL
 from peerbayes.learning.recipe import Recipe, is_recipe, load_recipe, packaged
-from peerbayes.learning.run import Run, default_folder, peers_at, read_json
+from peerbayes.learning.run import TAUGHT_BY, Run, default_folder, peer_called, peers_at, read_json
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.posteriors import Posterior
@@ -127,7 +127,7 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         return recipe
     known: list[Recipe] = []
     taught: dict[tuple[str, str], Peer] = {}
-    candidates, left_out = dict[str, None](), dict[str, list[str]]()
+    at_hand: dict[str, list[Peer]] = {}  # by source, whether they are to teach or not
     for source in recipe.teachers.runs:
         path = Path(source).expanduser()
         folder = path.parent if path.suffix == ".safetensors" else path
@@ -139,20 +139,19 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
             known.append(load_recipe(folder / "recipe.toml") if folder.is_dir() else _recipe_of(source))
         where = str(folder.resolve()) if folder.exists() else source
         file = path.name if folder != path else None
-        at_hand = [peer for peer in known[-1].peers if file in (None, f"weights-{peer.name}.safetensors")]
-        candidates |= dict.fromkeys(peer.name for peer in at_hand)
-        chosen = [peer for peer in at_hand if recipe.teachers.has(peer.name)]
-        if at_hand and not chosen:
-            left_out[source] = [peer.name for peer in at_hand]
-        for peer in chosen:
+        at_hand[source] = [p for p in known[-1].peers if file in (None, f"weights-{p.name}.safetensors")]
+        for peer in (peer for peer in at_hand[source] if recipe.teachers.has(peer.name)):
             if (where, peer.name) in taught:
                 raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
             taught[where, peer.name] = peer
     missing = set(recipe.teachers.peers or ()) - {name for _, name in taught}
     if missing:
-        raise InputError(f"teachers.peers: no teacher is called '{min(missing)}'; there are {', '.join(candidates)}")
-    for source, names in left_out.items():
-        raise InputError(f"teachers.peers: names nobody of '{source}', which has {', '.join(names)}")
+        names = ", ".join(dict.fromkeys(peer.name for peers in at_hand.values() for peer in peers))
+        raise InputError(f"teachers.peers: no teacher is called '{min(missing)}'; there are {names}")
+    for source, peers in at_hand.items():
+        if peers and not any(recipe.teachers.has(peer.name) for peer in peers):
+            has = ", ".join(peer.name for peer in peers)
+            raise InputError(f"teachers.peers: names nobody of '{source}', which has {has}")
     count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
     if count == 1:
         _refuse_comparing(recipe, next(iter(taught.values())))
@@ -208,9 +207,9 @@ def _has_draws(peer: Peer) -> bool:
 
 def made_by_recipes(recipe: Recipe) -> dict[str, str]:
     """Return whose origins are runs that recipes make, again where they are gone, as `origins_of` calls them."""
-    found = {f"peer '{p.name}'": p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    found = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
     taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
-    return found | ({"the teachers": taught[0]} if taught else {})
+    return found | ({TAUGHT_BY: taught[0]} if taught else {})
 
 
 def untrained_sources(job: Job) -> list[Job]:

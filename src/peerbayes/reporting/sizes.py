@@ -119,8 +119,7 @@ def _source(run: Run, name: str, posterior: Shared) -> tuple[Path, MeanField] | 
     if path is None:
         return None
     found = Posterior.load(path, posterior.materialise())
-    origin = (run.about.get("origins") or {}).get(f"peer '{name}'")
-    if origin not in (None, found.digest()):
+    if not run.began_with(name, found):
         warnings.warn(f"{path}: holds other weights than {run.folder} was made of", PeerbayesWarning, stacklevel=2)
         return None
     return (path, found) if isinstance(found, MeanField) else None
