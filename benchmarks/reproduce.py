@@ -35,6 +35,7 @@ class Table:
 
 
 THRIFTS = ("0.001", "0.002", "0.006", "0.02")
+COUNTS, BOUNDS = ("16", "64", "256", "1024"), ("0.05", "0.1", "0.2")  # components, and means beyond which are outliers
 
 
 def runs(names: Iterable[str]) -> list[str]:
@@ -124,6 +125,13 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     for kind in ablated:
         variants[f"{data}-{network}-coarse-{kind}"] = f"{base}-{kind}", ["peers.0.posterior.components=32"]
     coarse = [f"recipes/{data}-{network}-coarse-{kind}.toml" for kind in ablated]
+    # How bytes and figures go with the number of components and of outliers, for scales that say something.
+    wide = f"{data}-{network}-gain0.05"
+    grid = {f"{wide}-k{count}-beyond{bound}": (count, bound) for bound in BOUNDS for count in COUNTS if more}
+    for one, (count, bound) in grid.items():
+        sets = [f"peers.0.posterior.components={count}", f"peers.0.posterior.threshold={bound}"]
+        variants[one] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'", *sets]
+    curve = [f"recipes/{one}.toml" for one in grid]
     judged, other = runs(recipes[:4]), "cifar100" if data == "cifar10" else "cifar10"
     stage1, codebook = judged[1:3]
     return {
@@ -136,6 +144,8 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
                 f"{name}-size": ["size", codebook, *wide_small, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small), *wide_small],
                 f"{name}-outside": ["evaluate", *judged, *wide_small, "--ood", other],
+                **({f"{name}-curve": ["train", *curve]} if curve else {}),
+                **({f"{name}-curve-bytes": ["figure", "bytes", *runs([gains[0], *curve, gains[2]])]} if curve else {}),
             },
             variants,
         )
@@ -146,36 +156,35 @@ def pipeline() -> dict[str, Table]:
     name = "pipeline-cifar10-resnet20"
     base = name.replace("-", "/", 1)
     peer = f"runs/{name}-peers-seed0/weights-pretrained.safetensors"
-    taught, plain = "cifar10-resnet20-bayesian-kd", ["stages.0.perturb.kind=none"]
+    both = ["teachers.peers=['scratch', 'pretrained']", "teachers.draws=2"]
+    kd = "cifar10-resnet20-bayesian-kd"
     variants = {
-        taught: (
+        # The student of one network, without members, and the chain from there.
+        kd: (
             "distillation/cifar100-resnet20-bayesian-kd",
             ["data.name=cifar10", "data.classes=10", f"teachers.runs=['{peer}']", "stages.0.epochs=100"],
         ),
-        # What of the distillation step it is that loses: the images, or the weaker of the two teachers.
-        "cifar10-resnet20-members-of-both": (f"{base}-distilled", plain),
-        "cifar10-resnet20-members-of-one": (
-            f"{base}-distilled",
-            [*plain, "teachers.peers=['pretrained']", "teachers.draws=4"],
-        ),
-        # The chain again, with the student that loses nothing.
-        "cifar10-resnet20-kd-scaled": (f"{base}-scaled", [f"peers.0.start_from='recipes/{taught}.toml'"]),
+        "cifar10-resnet20-kd-scaled": (f"{base}-scaled", [f"peers.0.start_from='recipes/{kd}.toml'"]),
         "cifar10-resnet20-kd-shipped": (
             f"{base}-shipped",
             ["peers.0.start_from='recipes/cifar10-resnet20-kd-scaled.toml'"],
         ),
+        # What a student loses by the weaker of the two teachers, and by images where they differ.
+        "cifar10-resnet20-of-both": (f"{base}-distilled", both),
+        "cifar10-resnet20-of-both-perturbed": (f"{base}-distilled", [*both, "stages.0.perturb.kind=tdiv_sdiv"]),
     }
-    recipes = [f"recipes/{one}.toml" for one in variants]
+    student, _, shipped, *students = [f"recipes/{one}.toml" for one in variants]
     return {
         name: Table(
             {
-                f"{name}-records": ["train", f"{base}-shipped"],
+                f"{name}-shipped": ["train", f"{base}-shipped"],
                 name: ["figure", "pipeline", *runs([f"{base}-shipped"])],
-                f"{name}-kd": ["train", recipes[0]],
-                f"{name}-kd-outside": ["evaluate", *runs(recipes[:1]), "--ood", "cifar100"],
-                f"{name}-members": ["train", *recipes[1:3]],
-                f"{name}-kd-records": ["train", recipes[-1]],
-                f"{name}-kd-pipeline": ["figure", "pipeline", *runs(recipes[-1:])],
+                f"{name}-kd": ["train", student],
+                f"{name}-kd-outside": ["evaluate", *runs([student]), "--ood", "cifar100"],
+                f"{name}-kd-shipped": ["train", shipped],
+                f"{name}-kd-pipeline": ["figure", "pipeline", *runs([shipped])],
+                f"{name}-students": ["train", *students],
+                f"{name}-students-outside": ["evaluate", *runs(students), "--ood", "cifar100"],
             },
             variants,
         )
