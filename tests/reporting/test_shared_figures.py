@@ -399,6 +399,27 @@ def test_sizes_on_the_axis_are_true_and_stand_apart(factor):
     assert all(left.x1 + 3 < right.x0 for left, right in itertools.pairwise(boxes)), list(labels)
 
 
+@pytest.mark.parametrize(("apart", "left"), [(1.5, 12), (1.06, 12), (1.002, None), (1.0, 4)])
+def test_numbers_at_points_lie_on_nothing_and_stay_where_there_is_room(apart, left):
+    """Side by side all twelve stay; of twelve at one place, whose marks cover each other, its four sides are left."""
+    points = [
+        {"components": 1024, **{key: {"mean": 0.5, "standard_error": None} for key in ("accuracy", "nll", "ece")},
+         "bytes": {"mean": 1e5 * apart**number, "standard_error": None}}
+        for number in range(12)
+    ]  # fmt: skip
+    lines = [{"label": label, "points": points[first::2]} for first, label in enumerate("xy")]
+    one = {"network": "mlp", "dataset": "digits", "lines": lines, "references": []}
+    figure = against_bytes.draw_size({"experiments": [one]})
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [number.get_window_extent() for number in axes.texts]
+        assert len(boxes) == left if left else 4 <= len(boxes) < 12
+        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+        places = axes.transData.transform([(point["bytes"]["mean"], 50 if axes is figure.axes[0] else 0.5)
+                                           for point in points])  # fmt: skip
+        assert not [box for box in boxes for place in places if box.contains(*place)]
+
+
 def test_any_axis_of_sizes_has_two_labels_or_more_with_a_sixth_of_it_each():
     for low, factor in itertools.product(np.geomspace(1e3, 1e4, 20), np.geomspace(against_bytes.NARROW, 1e6, 60)):
         places = against_bytes._places(low, low * factor)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.learning import Run
@@ -23,6 +26,9 @@ from peerbayes.schema import Table
 
 SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
 NUMBERED = 4  # lines up to which their points say how many components they have
+MARKER = 4  # points across
+SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # of a point, where its number may lie
+SIDES = ((3, 4), "left"), ((3, -9), "left"), ((-3, 4), "right"), ((-3, -9), "right")
 NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
 YES_NO = {  # what a legend says of an option that is true, or false
     "thrifty": ("a thrifty codebook", "a plain codebook"),
@@ -177,6 +183,9 @@ def draw_size(found: Record) -> Figure:
         handles, labels = row[0].get_legend_handles_labels()
         row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle("Mean and standard error over seeds; small numbers: components, before any were merged", fontsize=8)
+    figure.draw_without_rendering()  # now places are where they will be
+    for axes in itertools.chain.from_iterable(rows):
+        _keep_apart(axes)
     return figure
 
 
@@ -186,11 +195,28 @@ def _draw_line(axes: Any, line: Record, key: str, scale: float, look: Record, an
     y = [point[key]["mean"] * scale for point in points]
     errors = [(point[key]["standard_error"] or 0) * scale for point in points]
     wide = [point["bytes"]["standard_error"] or 0 for point in points]
-    axes.errorbar(x, y, errors, wide, capsize=2, markersize=4, linewidth=1.2, label=line["label"], **look)
+    axes.errorbar(x, y, errors, wide, capsize=2, markersize=MARKER, linewidth=1.2, label=line["label"], **look)
     if annotate:
         for point, place in zip(points, zip(x, y, strict=True), strict=True):
-            axes.annotate(f"{point['components']:,}", place, (3, 4), textcoords="offset points", fontsize=6,
+            axes.annotate(f"{point['components']:,}", place, SIDES[0][0], textcoords="offset points", fontsize=6,
                           color=look["color"])  # fmt: skip
+
+
+def _keep_apart(axes: Any) -> None:
+    """Move numbers that lie on others, or on points, to another side of theirs; one that finds none is left out."""
+    numbers = [text for text in axes.texts if isinstance(text, Annotation)]
+    half = MARKER / 2 * axes.figure.dpi / 72
+    points = [axes.transData.transform(number.xy) for number in numbers]
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in points]
+    for number in numbers:
+        for place, side in SIDES:
+            number.xyann = place
+            number.set_horizontalalignment(side)
+            if not (box := number.get_window_extent()).count_overlaps(taken):
+                taken.append(box)
+                break
+        else:
+            number.remove()
 
 
 def _draw_reference(axes: Any, one: Record, key: str, scale: float, colour: str, number: int) -> None:
