@@ -87,8 +87,8 @@ def share(
     by_rule = int(alone.sum())
     lap("outliers")
 
-    points = torch.stack([mean, std], 1).double()
     inside = (~alone).nonzero()[:, 0]
+    points = torch.stack([mean[inside], std[inside]], 1).double()  # of those inside: with millions a copy counts
     left = len(inside)
     if not left:
         raise InputError("all weights are outliers, by their means or gradients; raise threshold, or lower top")
@@ -100,16 +100,16 @@ def share(
     if options.thrift:
         sizes = torch.tensor(layout.sizes, device=mean.device)
         part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
-        centres, labels = thrifty(points[inside], part, options.thrift * _typical_variance(points[inside], part))
+        centres, labels = thrifty(points, part, options.thrift * _typical_variance(points, part))
         count = len(centres)
     else:
-        centres = kmeans(points[inside], count, Address(seed, "sharing", "kmeans"))
-        labels = nearest(points[inside], centres)[:, 0]
-    found = components_of(points[inside], labels, count)
+        centres = kmeans(points, count, Address(seed, "sharing", "kmeans"))
+        labels = nearest(points, centres)[:, 0]
+    found = components_of(points, labels, count)
     lap("clustering")
     if options.em_steps:
-        found = em(points[inside], found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
-        labels = most_probable(points[inside], found)
+        found = em(points, found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
+        labels = most_probable(points, found)
         # By its weights from now on, not by its share of all: where components overlap these differ.
         found = replace(found, count=torch.bincount(labels, minlength=count).double())
         lap("em")
@@ -117,7 +117,7 @@ def share(
     small = found.count < (max(1, options.smallest) if options.outliers else 1)
     few = small[labels]
     alone[inside[few]] = True
-    inside, labels = inside[~few], labels[~few]
+    inside, points, labels = inside[~few], points[~few], labels[~few]
     found, labels = _kept(found, ~small, labels)
     if not len(found.mean):
         fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
@@ -134,7 +134,7 @@ def share(
     place = torch.empty(0, dtype=torch.int64, device=mean.device)
     pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
     if options.blend and len(found.mean) > 1:
-        place, pair, weight = blends(points[inside], labels, found)
+        place, pair, weight = blends(points, labels, found)
         place = inside[place]
     lap("blending")
     whole = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)

@@ -17,7 +17,7 @@ from peerbayes import noise
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 from peerbayes.sharing.gaussians import Components, log_density, merged
-from peerbayes.sharing.moments import RIDGE, about_mean, averages, by_label, member_moments, with_ridge
+from peerbayes.sharing.moments import RIDGE, about_mean, averages, by_label, member_moments, offsets, with_ridge
 from peerbayes.sharing.neighbours import check_points, nearest
 
 # Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
@@ -77,7 +77,7 @@ def kmeans(
         labels = nearest(part, centres).squeeze(1)
         order, size = by_label(labels, count)
         seen = seen + size
-        centres = centres + averages((part - centres[labels])[order].unbind(1), size, seen)
+        centres = centres + averages(offsets(part, labels, centres, order), size, seen)
     return _lloyd(points, centres, full)
 
 

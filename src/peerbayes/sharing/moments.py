@@ -6,7 +6,8 @@ also on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -36,12 +37,11 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
     check_points("points", points)
     _check_labels(labels, len(points), count)
     order, size = by_label(labels, count)
-    points, labels = points.double()[order], labels[order]
     # From any member: the offsets are then as small as the cluster, and their sum as exact.
-    mean = points[(size.cumsum(0) - size).clamp_max(len(points) - 1)]
-    mean = mean + averages((points - mean[labels]).unbind(1), size)
-    x, y = (points - mean[labels]).unbind(1)
-    parts = averages([x * x, x * y, y * y], size, size - correction)
+    mean = points[order[(size.cumsum(0) - size).clamp_max(len(points) - 1)]].double()
+    mean = mean + averages(offsets(points, labels, mean, order), size)
+    x, y = offsets(points, labels, mean, order)
+    parts = averages((one * other for one, other in ((x, x), (x, y), (y, y))), size, size - correction)
     mean = torch.where(size.unsqueeze(1) > 0, mean, torch.nan)
     return Components(mean, with_ridge(_symmetric(parts), RIDGE), size.double())
 
@@ -49,9 +49,16 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
 def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many members each centre has, their mean, and their covariance; a centre without any stays."""
     order, size = by_label(labels, len(centres))
-    x, y = (points - centres[labels])[order].unbind(1)
-    shift, covariance = about_mean(averages([x, y, x * x, x * y, y * y], size))
+    x, y = offsets(points, labels, centres, order)
+    squares = (one * other for one, other in ((x, x), (x, y), (y, y)))
+    shift, covariance = about_mean(averages(itertools.chain((x, y), squares), size))
     return size.double(), centres + shift, covariance
+
+
+def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+    """Return x and y of points from their centres, in some order; one after the other, as copies of millions count."""
+    pairs = zip(points.unbind(1), centres.unbind(1), strict=True)
+    return tuple((column - centre[labels])[order] for column, centre in pairs)
 
 
 def about_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +78,7 @@ def summed(values: Tensor, labels: Tensor, count: int) -> Tensor:
     return torch.segment_reduce(values[order].double(), "sum", lengths=size)
 
 
-def averages(columns: Sequence[Tensor], size: Tensor, over: Tensor | None = None) -> Tensor:
+def averages(columns: Iterable[Tensor], size: Tensor, over: Tensor | None = None) -> Tensor:
     """Return sums over runs of ``size`` numbers, divided by ``over`` (their size), ``(K, columns)``; 0 over nothing."""
     total = torch.stack([torch.segment_reduce(v.contiguous(), "sum", lengths=size) for v in columns], 1)
     return total / (size if over is None else over).clamp_min(1).unsqueeze(1)
