@@ -132,6 +132,7 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
         sets = [f"peers.0.posterior.components={count}", f"peers.0.posterior.threshold={bound}"]
         variants[one] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'", *sets]
     curve = [f"recipes/{one}.toml" for one in grid]
+    curve_bytes = ["figure", "bytes", *runs([gains[0], *curve, gains[2]])]
     judged, other = runs(recipes[:4]), "cifar100" if data == "cifar10" else "cifar10"
     stage1, codebook = judged[1:3]
     return {
@@ -144,8 +145,7 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
                 f"{name}-size": ["size", codebook, *wide_small, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small), *wide_small],
                 f"{name}-outside": ["evaluate", *judged, *wide_small, "--ood", other],
-                **({f"{name}-curve": ["train", *curve]} if curve else {}),
-                **({f"{name}-curve-bytes": ["figure", "bytes", *runs([gains[0], *curve, gains[2]])]} if curve else {}),
+                **({f"{name}-curve": ["train", *curve], f"{name}-curve-bytes": curve_bytes} if curve else {}),
             },
             variants,
         )

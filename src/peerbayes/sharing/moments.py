@@ -7,7 +7,7 @@ also on a GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
     mean = points[order[(size.cumsum(0) - size).clamp_max(len(points) - 1)]].double()
     mean = mean + averages(offsets(points, labels, mean, order), size)
     x, y = offsets(points, labels, mean, order)
-    parts = averages((one * other for one, other in ((x, x), (x, y), (y, y))), size, size - correction)
+    parts = averages(_products(x, y), size, size - correction)
     mean = torch.where(size.unsqueeze(1) > 0, mean, torch.nan)
     return Components(mean, with_ridge(_symmetric(parts), RIDGE), size.double())
 
@@ -50,8 +50,7 @@ def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Ten
     """Return how many members each centre has, their mean, and their covariance; a centre without any stays."""
     order, size = by_label(labels, len(centres))
     x, y = offsets(points, labels, centres, order)
-    squares = (one * other for one, other in ((x, x), (x, y), (y, y)))
-    shift, covariance = about_mean(averages(itertools.chain((x, y), squares), size))
+    shift, covariance = about_mean(averages(itertools.chain((x, y), _products(x, y)), size))
     return size.double(), centres + shift, covariance
 
 
@@ -59,6 +58,11 @@ def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> t
     """Return x and y of points from their centres, in some order; one after the other, as copies of millions count."""
     pairs = zip(points.unbind(1), centres.unbind(1), strict=True)
     return tuple((column - centre[labels])[order] for column, centre in pairs)
+
+
+def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """Yield x², xy and y², each made when it is wanted."""
+    return (one * other for one, other in ((x, x), (x, y), (y, y)))
 
 
 def about_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
