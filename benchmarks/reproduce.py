@@ -11,6 +11,7 @@ interrupted; what has a record there is not made again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -35,7 +36,8 @@ class Table:
 
 
 THRIFTS = ("0.001", "0.002", "0.006", "0.02")
-COUNTS, BOUNDS = ("16", "64", "256", "1024"), ("0.05", "0.1", "0.2")  # components, and means beyond which are outliers
+COUNTS = ("16", "64", "256", "1024")  # of components
+BOUNDS = ("threshold=0.05", "threshold=0.1", "threshold=0.2", "outliers=false")  # means beyond which are outliers
 
 
 def runs(names: Iterable[str]) -> list[str]:
@@ -125,17 +127,11 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
     for kind in ablated:
         variants[f"{data}-{network}-coarse-{kind}"] = f"{base}-{kind}", ["peers.0.posterior.components=32"]
     coarse = [f"recipes/{data}-{network}-coarse-{kind}.toml" for kind in ablated]
-    # How bytes and figures go with the number of components and of outliers, for scales that say something.
-    wide = f"{data}-{network}-gain0.05"
-    grid = {f"{wide}-k{count}-beyond{bound}": (count, bound) for bound in BOUNDS for count in COUNTS if more}
-    for one, (count, bound) in grid.items():
-        sets = [f"peers.0.posterior.components={count}", f"peers.0.posterior.threshold={bound}"]
-        variants[one] = f"{base}-shared", [f"peers.0.start_from='recipes/{wide}-stage1.toml'", *sets]
-    curve = [f"recipes/{one}.toml" for one in grid]
-    curve_bytes = ["figure", "bytes", *runs([gains[0], *curve, gains[2]])]
     judged, other = runs(recipes[:4]), "cifar100" if data == "cifar10" else "cifar10"
     stage1, codebook = judged[1:3]
+    first = {f"{name}-dnn": Table({f"{name}-dnn": ["train", recipes[0], "--seeds", seeds]})} if more else {}
     return {
+        **first,
         name: Table(
             {
                 name: ["train", *recipes, "--seeds", seeds],
@@ -145,11 +141,25 @@ def sharing(data: str, network: str, more: Sequence[str] = (), seeds: str = "0")
                 f"{name}-size": ["size", codebook, *wide_small, "--evaluate"],
                 f"{name}-bytes": ["figure", "bytes", stage1, codebook, *runs(small), *wide_small],
                 f"{name}-outside": ["evaluate", *judged, *wide_small, "--ood", other],
-                **({f"{name}-curve": ["train", *curve], f"{name}-curve-bytes": curve_bytes} if curve else {}),
             },
             variants,
-        )
+            needs=list(first),
+        ),
     }
+
+
+def curve(data: str, network: str, gain: str) -> dict[str, Table]:
+    """How bytes and figures go with the number of components and of outliers, for scales that say something."""
+    name, prefix = f"sharing-{data}-{network}", f"{data}-{network}-curve"
+    base = name.replace("-", "/", 1)
+    start = f"peers.0.start_from='recipes/{prefix}-stage1.toml'"
+    variants = {f"{prefix}-stage1": (f"{base}-stage1", [f"peers.0.posterior.gain={gain}"])}
+    for bound, count in itertools.product(BOUNDS, COUNTS):
+        sets = [f"peers.0.posterior.components={count}", f"peers.0.posterior.{bound}"]
+        variants[f"{prefix}-k{count}-{bound.replace('=', '-')}"] = f"{base}-shared", [start, *sets]
+    books = [f"recipes/{one}.toml" for one in variants]
+    files = {f"{name}-curve": ["train", *books], f"{name}-curve-bytes": ["figure", "bytes", *runs(books)]}
+    return {f"{name}-curve": Table(files, variants, needs=[f"{name}-dnn"])}
 
 
 def pipeline() -> dict[str, Table]:
@@ -179,15 +189,26 @@ def pipeline() -> dict[str, Table]:
             {
                 f"{name}-shipped": ["train", f"{base}-shipped"],
                 name: ["figure", "pipeline", *runs([f"{base}-shipped"])],
+            }
+        ),
+        f"{name}-kd": Table(
+            {
                 f"{name}-kd": ["train", student],
                 f"{name}-kd-outside": ["evaluate", *runs([student]), "--ood", "cifar100"],
                 f"{name}-kd-shipped": ["train", shipped],
                 f"{name}-kd-pipeline": ["figure", "pipeline", *runs([shipped])],
+            },
+            variants,
+            needs=[name],
+        ),
+        f"{name}-students": Table(
+            {
                 f"{name}-students": ["train", *students],
                 f"{name}-students-outside": ["evaluate", *runs(students), "--ood", "cifar100"],
             },
             variants,
-        )
+            needs=[name],
+        ),
     }
 
 
@@ -196,6 +217,7 @@ TABLES = {
     **mutual(),
     **distillation(),
     **sharing("cifar10", "resnet20", ABLATION, seeds="0,1,2"),
+    **curve("cifar10", "resnet20", "0.05"),
     **sharing("cifar10", "resnet18"),
     **sharing("cifar100", "resnet18"),
     **pipeline(),

@@ -305,7 +305,7 @@ def written_codebooks(folder, *given):
         posterior = {"kind": "shared"} | options
         peer = {"name": "net", "network": "mlp", "start_from": f"{place}.safetensors", "posterior": posterior}
         run = folder / str(place)
-        run.mkdir()
+        run.mkdir(parents=True)
         (run / "recipe.toml").write_text(usual.parse(recipe | {"peers": [peer]}, "x").to_toml())
         (run / "run.json").write_text(json.dumps({"seed": seed, "finished": True}))
         (run / "weights-net.safetensors").write_bytes(bytes(100 * place + 7))
@@ -325,6 +325,14 @@ def test_settings_are_told_apart_by_what_differs(tmp_path):
     same = groups.by_setting(groups.open_runs([tmp_path]))
     assert [[run.folder.name for run in group.values()] for group in same] == [["0", "1"], ["2"], ["3"], ["4"]]
     assert lines_of(tmp_path) == {"threshold 0.2": [207, 57, 407], "threshold 0.4": [307]}
+
+
+def test_which_weights_are_outliers_is_said_only_where_there_are_any(tmp_path):
+    few, none = {"components": 9}, {"components": 9, "outliers": False}
+    written_codebooks(tmp_path, (few, 0), (few | {"threshold": 0.4}, 0), (none, 0), (none | {"components": 5}, 0))
+    assert lines_of(tmp_path) == {"threshold 0.2": [7], "threshold 0.4": [107], "no outliers": [307, 207]}
+    written_codebooks(other := tmp_path / "other", (few, 0), (none | {"threshold": 0.4}, 0))
+    assert lines_of(other) == {"outliers": [7], "no outliers": [107]}
 
 
 def test_settings_that_differ_in_much_are_told_apart_by_what_is_unusual(tmp_path):

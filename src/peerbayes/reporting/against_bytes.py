@@ -29,6 +29,7 @@ NUMBERED = 4  # lines up to which their points say how many components they have
 MARKER = 4  # points across
 SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # of a point, where its number may lie
 SIDES = ((3, 4), "left"), ((3, -9), "left"), ((-3, 4), "right"), ((-3, -9), "right")
+OF_OUTLIERS = ("threshold", "top", "smallest")  # options that say nothing where there are none
 NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
 YES_NO = {  # what a legend says of an option that is true, or false
     "thrifty": ("a thrifty codebook", "a plain codebook"),
@@ -111,17 +112,26 @@ def _codebook(group: Runs) -> Shared | None:
 def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
     """Return a line for all settings that differ in the number of components, or in thrift, alone; by that number."""
     options = [_flat_options(group) for group in groups]
-    told_apart = [key for key in differing(options) if key != "components"]
+    of_outliers = set(OF_OUTLIERS).difference(differing([one for one in options if one["outliers"]]))
+    told_apart = [key for key in differing(options) if key != "components" and key not in of_outliers]
     known = told_apart if len(told_apart) > SAID else []
     usual = {key: _most_common([one.get(key) for one in options]) for key in known}
     lines: dict[str, list[Record]] = {}
     for group, one in zip(groups, options, strict=True):
         said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
+        said = _of_outliers_once(said, one["outliers"])
         lines.setdefault(_label(one, said), []).append({"components": _components(group, one), **point(group)})
     return [
         {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
         for label, points in lines.items()
     ]
+
+
+def _of_outliers_once(said: Sequence[str], outliers: bool) -> list[str]:
+    """Return options without which are outliers where there are none, and without that there are where it is said."""
+    which = [key for key in said if key in OF_OUTLIERS]
+    left_out = [] if not which else ["outliers"] if outliers else which
+    return [key for key in said if key not in left_out]
 
 
 def _label(options: Mapping[str, Any], said: Sequence[str]) -> str:
