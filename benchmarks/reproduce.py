@@ -158,7 +158,8 @@ def curve(data: str, network: str, gain: str) -> dict[str, Table]:
         sets = [f"peers.0.posterior.components={count}", f"peers.0.posterior.{bound}"]
         variants[f"{prefix}-k{count}-{bound.replace('=', '-')}"] = f"{base}-shared", [start, *sets]
     books = [f"recipes/{one}.toml" for one in variants]
-    files = {f"{name}-curve": ["train", *books], f"{name}-curve-bytes": ["figure", "bytes", *runs(books)]}
+    drawn = runs([f"{base}-dnn", *books])
+    files = {f"{name}-curve": ["train", *books], f"{name}-curve-bytes": ["figure", "bytes", *drawn]}
     return {f"{name}-curve": Table(files, variants, needs=[f"{name}-dnn"])}
 
 

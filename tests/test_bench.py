@@ -175,6 +175,14 @@ def test_nothing_is_started_after_the_budget(tmp_path, stopwatch):
     assert all(value is None for _, value in leaves(record["figures"]))
     assert record["notes"]["pair_epoch_s"] == "left out: the 1e-09 s were used up"
     assert png(bench_figure(record)).startswith(b"\x89PNG")
+    assert bench_figure(record).axes == []
+
+
+def test_only_what_was_measured_is_drawn(tmp_path, stopwatch):
+    record = run(tmp_path / "b.json", only=["growth.draws.2", "pair_epoch_s"])
+    engines, draws = bench_figure(record).axes
+    assert [label.get_text() for label in engines.get_yticklabels()] == ["eager"]
+    assert (draws.get_xlabel(), draws.lines[0].get_xdata()) == ("draws", [2])
 
 
 def test_a_budget_that_lets_nothing_be_measured_is_refused_and_nothing_is_written(tmp_path, capsys):

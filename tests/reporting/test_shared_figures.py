@@ -292,7 +292,17 @@ def test_figures_against_bytes_are_those_of_files_and_records(runs):
             assert point[key]["standard_error"] == pytest.approx(statistics.stdev(values) / 2**0.5)
     assert records["k4-seed0"]["bytes"] < records["k12-seed0"]["bytes"] < records["stage1-seed0"]["bytes"]
     figure = against_bytes.draw_size(found)
-    assert texts(figure.axes[2]) == ["shared", "DNN", "stage1"]
+    said = [f"{one['label']}, {one['bytes']['mean'] / 1e3:.3g} kB" for one in experiment["references"]]
+    assert texts(figure.axes[2]) == ["shared", *said]  # so much larger that their points would take all the room
+    assert figure.axes[0].get_xlim()[1] < 2 * line["points"][-1]["bytes"]["mean"]
+    assert [one.get_ydata()[0] for one in figure.axes[0].lines if one.get_label().startswith("DNN")] == [
+        pytest.approx(100 * experiment["references"][0]["accuracy"]["mean"])
+    ]
+    for reference in experiment["references"]:
+        reference["bytes"]["mean"] = 2.9 * line["points"][-1]["bytes"]["mean"]
+    near = against_bytes.draw_size(found)
+    assert texts(near.axes[2]) == ["shared", "DNN", "stage1"]
+    assert near.axes[0].get_xlim()[1] > 2.9 * line["points"][-1]["bytes"]["mean"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["4", "12"]
     assert drawn(figure) > 50
 

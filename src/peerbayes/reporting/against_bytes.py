@@ -30,6 +30,7 @@ MARKER = 4  # points across
 SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # of a point, where its number may lie
 SIDES = ((3, 4), "left"), ((3, -9), "left"), ((-3, 4), "right"), ((-3, -9), "right")
 OF_OUTLIERS = ("threshold", "top", "smallest")  # options that say nothing where there are none
+FAR = 3  # times the largest file of a line, from which a reference is a line alone: a point would take all the room
 NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
 YES_NO = {  # what a legend says of an option that is true, or false
     "thrifty": ("a thrifty codebook", "a plain codebook"),
@@ -176,21 +177,25 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
 
 
 def draw_size(found: Record) -> Figure:
-    """A row a network and data set, a panel a figure: a line a codebook, references as stars with a dashed line."""
+    """A row a network and data set, a panel a figure: a line a codebook, a dashed line a reference."""
     figure, rows = panels(len(found["experiments"]), len(FIGURES), 4.4, 3.7)
     for row, experiment in zip(rows, found["experiments"], strict=True):
+        sizes = [point["bytes"]["mean"] for line in experiment["lines"] for point in line["points"]]
+        beyond = FAR * max(sizes, default=math.inf)
         for axes, (name, (key, scale)) in zip(row, FIGURES.items(), strict=True):
             for number, line in enumerate(experiment["lines"]):
                 look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
                 _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)
             for number, reference in enumerate(experiment["references"]):
-                _draw_reference(axes, reference, key, scale, ("black", "#777777", "#aaaaaa")[number % 3], number)
+                _draw_reference(axes, reference, key, scale, number, beyond)
             axes.set_xscale("log")
             _ticks(axes)
             axes.set_xlabel("bytes on disk")
             axes.set_ylabel(f"test {name}" + (" (%)" if scale == 100 else " (nats per image)" if name == "NLL" else ""))
             axes.set_title(f"{experiment['network']} · {experiment['dataset']}", fontsize=9)
-        handles, labels = row[0].get_legend_handles_labels()
+        first = {line["label"] for line in experiment["lines"]}  # where matplotlib would name plain lines before these
+        named = sorted(zip(*row[0].get_legend_handles_labels(), strict=True), key=lambda one: one[1] not in first)
+        handles, labels = zip(*named, strict=True)
         row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle("Mean and standard error over seeds; small numbers: components, before any were merged", fontsize=8)
     figure.draw_without_rendering()  # now places are where they will be
@@ -229,13 +234,14 @@ def _keep_apart(axes: Any) -> None:
             number.remove()
 
 
-def _draw_reference(axes: Any, one: Record, key: str, scale: float, colour: str, number: int) -> None:
-    y = one[key]["mean"] * scale
-    axes.axhline(y, color=colour, linestyle=("--", ":", "-.")[number % 3], linewidth=0.9, zorder=1)
-    error = (one[key]["standard_error"] or 0) * scale
-    axes.errorbar(
-        one["bytes"]["mean"], y, error, fmt="*", color=colour, markersize=9, capsize=2, label=one["label"], zorder=2
-    )
+def _draw_reference(axes: Any, one: Record, key: str, scale: float, number: int, beyond: float) -> None:
+    x, y = one["bytes"]["mean"], one[key]["mean"] * scale
+    far, colour = x > beyond, ("black", "#777777", "#aaaaaa")[number % 3]
+    label = f"{one['label']}, {_size_words(x, '.3g')}" if far else None
+    axes.axhline(y, color=colour, linestyle=("--", ":", "-.")[number % 3], linewidth=0.9, zorder=1, label=label)
+    if not far:
+        error = (one[key]["standard_error"] or 0) * scale
+        axes.errorbar(x, y, error, fmt="*", color=colour, markersize=9, capsize=2, label=one["label"], zorder=2)
 
 
 def _ticks(axes: Any) -> None:
@@ -251,7 +257,8 @@ def _ticks(axes: Any) -> None:
 def _places(low: float, high: float) -> list[float]:
     """Return some round numbers of an interval, so few that their labels have room side by side."""
     span = math.log10(high / low)
-    digits = (1, 2, 5) if span < 1.4 else (1, 3) if span < 2.2 else (1,)
+    steps = {0.75: (1, 1.5, 2, 3, 5, 7), 1.4: (1, 2, 5), 2.2: (1, 3), math.inf: (1,)}
+    digits = next(found for most, found in steps.items() if span < most)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     places = [digit * 10.0**decade for decade in decades for digit in digits]
     found = [place for place in places if low <= place <= high]
@@ -260,8 +267,8 @@ def _places(low: float, high: float) -> list[float]:
     return found
 
 
-def _size_words(size: float) -> str:
+def _size_words(size: float, digits: str = "g") -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size:g} B"
+            return f"{size / unit:{digits}} {name}"
+    return f"{size:{digits}} B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,12 @@ def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
 
 def bench_figure(record: Mapping[str, Any]) -> Figure:
     """Epoch time by engine, ratios, and growth with networks, peers, draws and images; what is missing is left out."""
-    found, batch = record["figures"], record["settings"]["batch"]
+    found, growth, settings = record["figures"], record["figures"]["growth"], record["settings"]
     packed = found["packed3_epoch_s"]
     engines = {
         "eager": found["eager_pair_epoch_s"],
         "compiled": found["compiled_pair_epoch_s"],
-        record["settings"]["engine"]: found["pair_epoch_s"],
+        settings["engine"]: found["pair_epoch_s"],
         "3 packed, each": None if packed is None else packed / 3,
         "point pair": found["deterministic_pair_epoch_s"],
     }
@@ -208,50 +209,58 @@ def bench_figure(record: Mapping[str, Any]) -> Figure:
         "moment draw /\nmean-field": found.get("moment_draw_over_mean_field"),
         "hierarchical draw /\nmean-field": found.get("hierarchical_draw_over_mean_field"),
     }
-    figure = Figure(figsize=(12.6, 6.6), dpi=120, layout="constrained")
-    figure.suptitle(f"{record['hardware']}, torch {record['versions']['torch']}, batch {batch}", fontsize=9)
-    _bars(_panel(figure, 1), engines, "epoch of a pair (s)", COLOURS[0])
-    _bars(_panel(figure, 2), ratios, "ratio of times", COLOURS[2])
-    growth = found["growth"]
-    depths = {name.removeprefix("resnet"): value for name, value in growth["network"].items()}
-    _growth(_panel(figure, 3), {"pair": depths}, "layers of the ResNet", "epoch (s)")
-    _growth(_panel(figure, 4), {"cohort": growth["peers"]}, "peers", "epoch (s)")
-    _growth(_panel(figure, 5), {"prediction": growth["draws"]}, "draws", "10,000 images (s)")
     small = {
         way: {count: both and both[place] for count, both in growth["small_batch"].items()}
         for place, way in enumerate(("one draw after another", "draws at once"))
     }
-    _growth(_panel(figure, 6), small, "images", f"{record['settings']['draws']} draws (ms)")
+    bars = {("epoch of a pair (s)", COLOURS[0]): engines, ("ratio of times", COLOURS[2]): ratios}
+    lines: dict[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
+        ("layers of the ResNet", "epoch (s)"): {"pair": growth["network"]},
+        ("peers", "epoch (s)"): {"cohort": growth["peers"]},
+        ("draws", "10,000 images (s)"): {"prediction": growth["draws"]},
+        ("images", f"{settings['draws']} draws (ms)"): small,
+    }
+    panels = [partial(_bars, values=known, look=look) for look, values in bars.items() if (known := _known(values))]
+    panels += [
+        partial(_growth, lines=known, labels=labels)
+        for labels, ways in lines.items()
+        if any((known := {way: _known(values) for way, values in ways.items()}).values())
+    ]
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns) if panels else 0
+    figure = Figure(figsize=(4.2 * columns or 4.2, 3.3 * rows or 1), dpi=120, layout="constrained")
+    about = f"{record['hardware']}, torch {record['versions']['torch']}, batch {settings['batch']}"
+    figure.suptitle(about, fontsize=9)
+    for place, draw in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        draw(axes)
     return figure
 
 
-def _panel(figure: Figure, place: int) -> Any:
-    axes = figure.add_subplot(2, 3, place)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    return axes
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _bars(axes: Any, values: Mapping[str, float | None], label: str, colour: str) -> None:
-    known = {name: value for name, value in values.items() if value is not None}
-    bars = axes.barh(list(known), list(known.values()), color=colour, height=0.6)
-    axes.bar_label(bars, [f"{value:.3g}" for value in known.values()], padding=3, fontsize=8)
+def _bars(axes: Any, values: Mapping[str, float], look: tuple[str, str]) -> None:
+    label, colour = look
+    bars = axes.barh(list(values), list(values.values()), color=colour, height=0.6)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values.values()], padding=3, fontsize=8)
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set_xlabel(label)
 
 
-def _growth(axes: Any, lines: Mapping[str, Mapping[str, float | None]], label: str, unit: str) -> None:
-    axes.set_xlabel(label)
-    axes.set_ylabel(unit)
+def _growth(axes: Any, lines: Mapping[str, Mapping[str, float]], labels: tuple[str, str]) -> None:
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
     ticks: set[int] = set()
     for number, (name, values) in enumerate(lines.items()):
-        known = {int(x): y for x, y in values.items() if y is not None}
+        places = [int(x.removeprefix("resnet")) for x in values]
         style = {"linestyle": ("-", "--")[number % 2], "marker": "os"[number % 2], "markersize": 4}
-        axes.plot(list(known), list(known.values()), color=COLOURS[number], label=name, **style)
-        ticks |= set(known)
-    if not ticks:  # nothing was measured, and nothing can't be drawn on a logarithmic scale
-        return
+        axes.plot(places, list(values.values()), color=COLOURS[number], label=name, **style)
+        ticks.update(places)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
