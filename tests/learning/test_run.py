@@ -10,6 +10,7 @@ from commands import QUIET, called, change, refused, write_small
 from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.learning import Run, environment, load, load_recipe, train
 from peerbayes.learning.run import runs_below
+from peerbayes.posteriors import Point
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")
 
@@ -214,3 +215,13 @@ def test_a_folder_of_runs_is_refused_where_one_run_is_wanted_and_they_are_named(
         shutil.copytree(runs / "1", runs / str(number))
     assert refused(capsys, "compress", runs, *new).endswith(f"{runs / '5'} and 2 more")
     assert not (tmp_path / "new").exists()
+
+
+def test_weights_of_another_kind_are_not_those_of_the_recipe(runs, capsys):
+    run = load(runs / "1")
+    name = next(iter(run))
+    path = run.weights_file(name)
+    Point(run[name].materialise()).save(path)
+    sentence = f"{path}: holds a point posterior; the run's recipe has a mean_field one"
+    for words in (("evaluate", runs / "1"), ("size", runs / "1")):
+        assert refused(capsys, *words) == sentence

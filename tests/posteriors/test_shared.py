@@ -292,6 +292,61 @@ def test_the_file_begins_with_what_makes_the_mean_network(bits, tmp_path):
     assert all(end > first for name, end in ends.items() if name.startswith(("scales/", "anchor/")))
     with safe_open(tmp_path / "p.safetensors", framework="pt") as file:  # any reader of safetensors can open it
         assert set(file.keys()) == set(ends)
+    # Cut short there, it is that network, to the last bit; a byte earlier it is not there yet.
+    head, part = len(data) - max(ends.values()), tmp_path / "part.safetensors"
+    expected = posterior.materialise()
+    for arrived in (data, data[: head + first]):
+        part.write_bytes(arrived)
+        found = Shared.load_means(part, net())
+        assert not found.training
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(found.state_dict()[name], tensor), name
+    with pytest.raises(InputError, match="not a readable safetensors file"):
+        Shared.load(part, net())
+    for arrived in (head + first - 1, head, head - 1, 7, 0):
+        part.write_bytes(data[:arrived])
+        with pytest.raises(InputError, match=r"part\.safetensors: (has not arrived|its header has not arrived)"):
+            Shared.load_means(part, net())
+    with pytest.raises(InputError, match="shared weights of another network"):
+        Shared.load_means(tmp_path / "p.safetensors", nn.Linear(12, 10))
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_any_damage_to_what_comes_first_is_one_sentence(bits, tmp_path):
+    Shared(net(), book(), bits=bits).save(tmp_path / "p.safetensors")
+    data, part = (tmp_path / "p.safetensors").read_bytes(), tmp_path / "part.safetensors"
+    whole = Shared.load_means(tmp_path / "p.safetensors", net()).state_dict()
+    sentences = []
+    for place in range(len(data)):
+        part.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        try:
+            found = Shared.load_means(part, net()).state_dict()
+        except InputError as error:
+            sentences.append(str(error))
+        else:  # where scales lie, or what the header says of them
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    assert all(one.startswith(f"{part}: ") and "\n" not in one for one in sentences)
+    assert 0.5 * len(data) < len(sentences) < len(data)
+
+
+def test_files_without_means_of_their_own_say_so(tmp_path):
+    MeanField(net()).save(tmp_path / "m.safetensors")
+    with pytest.raises(InputError, match="no tensors come first in it"):
+        Shared.load_means(tmp_path / "m.safetensors", net())
+    with pytest.raises(InputError, match="no such file"):
+        Shared.load_means(tmp_path / "none.safetensors", net())
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_what_nobody_could_read_is_not_written(bits, tmp_path):
+    for name, value in (("outlier_rho", -200.0), ("component", 0.0)):
+        posterior = Shared(net(), book(), bits=bits)
+        with torch.no_grad():
+            posterior.cholesky[2] = 0
+            getattr(posterior, name)[2] = value
+        with pytest.raises(InputError, match=r"p\.safetensors: scales of .* have collapsed to 0"):
+            posterior.save(tmp_path / "p.safetensors")
+        assert not list(tmp_path.iterdir())
 
 
 def test_without_anchors_the_file_is_smaller_and_predicts_the_same(tmp_path):
@@ -487,7 +542,8 @@ def test_predict_and_materialise_work_as_for_every_posterior():
         ({"outlier_std": torch.zeros(9)}, "collapsed to 0"),
         ({"outlier_mean": torch.zeros(8)}, "not equally many"),
         ({"outlier_std": torch.ones(8)}, "not equally many"),
-        ({"outlier_std": torch.eye(9)[0]}, "collapsed to 0"),
+        ({"outlier_std": torch.eye(9)[0]}, "scales of outliers have collapsed to 0"),
+        ({"component": torch.zeros(5, 2), "cholesky": torch.eye(5)[:, :3]}, "scales of components have collapsed to 0"),
         ({"outlier": torch.arange(-1, 8)}, "names a weight that is not among the 120"),
         ({"blended": book().outlier[:7]}, "a weight is blended or an outlier twice"),
         ({"label": torch.eye(120)[7].long().neg()}, "'label' names a component that is not among the 5"),

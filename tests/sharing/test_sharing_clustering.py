@@ -257,17 +257,57 @@ def outer(mean):
 
 
 def test_em_in_parts_and_with_absent_components():
-    points = normal(3000, 2)
-    start = components_of(points, nearest(points, normal(2000, 2, seed=3))[:, 0], 2000)  # parts of 2097 points
-    found = em(points, start, 1, 3000, Address(), ridge=1e-3)
+    points = normal(9000, 2)
+    start = components_of(points, nearest(points, normal(2000, 2, seed=3))[:, 0], 2000)
+    found = em(points, start, 1, 9000, Address(), ridge=1e-3)
     absent = start.count == 0
     assert bool(absent.any())
     assert float(found.count[absent].abs().sum()) == 0
     assert bool(found.mean[~absent].isfinite().all())
-    np.testing.assert_allclose(float(found.count.sum()), 3000, rtol=1e-12)
+    np.testing.assert_allclose(float(found.count.sum()), 9000, rtol=1e-12)
     # The mean over the mixture is the mean of the points, after every step.
-    mean = (found.count[~absent, None] * found.mean[~absent]).sum(0) / 3000
+    mean = (found.count[~absent, None] * found.mean[~absent]).sum(0) / 9000
     torch.testing.assert_close(mean, points.mean(0), rtol=0, atol=1e-12)
+
+
+def dense_step(points, old, ridge):
+    """Return responsibilities (n, K) of all pairs, by scikit-learn's formulas, and the components after a step."""
+    model = GaussianMixture(len(old))
+    model.weights_, model.means_ = (old.count / old.count.sum()).numpy(), old.mean.numpy()
+    model.precisions_cholesky_ = np.linalg.cholesky(np.linalg.inv(old.covariance.numpy()))
+    share = model.predict_proba(points.numpy())
+    size = share.sum(0)
+    mean = share.T @ points.numpy() / size[:, None]
+    offset = points.numpy()[:, None] - mean
+    inner = np.einsum("nk,nki,nkj->kij", share, offset, offset) / size[:, None, None]
+    return share, Components(*map(torch.from_numpy, (mean, inner + ridge * np.eye(2), size)))
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide", "blobs"])
+def test_of_many_components_those_that_are_looked_at_have_the_density(kind):
+    points = plane(kind)[:6000]
+    old = start_of(points, 300)
+    for _ in range(4):  # components grow and overlap from step to step
+        share, expected = dense_step(points, old, 1e-12)
+        assert np.mean(most_probable(points, old).numpy() == share.argmax(1)) == 1
+        found = em(points, old, 1, len(points), Address(), ridge=1e-12)
+        torch.testing.assert_close(found.count, expected.count, rtol=2e-3, atol=1e-3)
+        away = (found.mean - expected.mean).square().sum(1).sqrt()
+        assert float((away / _longest(expected.covariance)[0].sqrt()).max()) < 2e-3
+        old = expected
+
+
+def test_a_broad_component_is_seen_from_afar():
+    """Its mean is farther than those of hundreds of narrow ones, none of which is as probable."""
+    places = torch.linspace(0, 1, 400).double()
+    mean = torch.cat([torch.stack([places, torch.zeros(400).double()], 1), torch.tensor([[0.5, 3.0]]).double()])
+    covariance = 1e-6 * torch.eye(2).double().repeat(401, 1, 1)
+    covariance[-1, 1, 1] = 4.0
+    components = Components(mean, covariance, torch.ones(401).double())
+    points = torch.tensor([[0.5, 0.5], [0.5, 5.0], [0.25, 0.0]]).double()
+    assert most_probable(points, components)[:2].tolist() == [400, 400]
+    assert int(most_probable(points, components)[2]) == int(nearest(points, mean)[2, 0])
+    assert float(em(points, components, 1, 3, Address()).count[-1]) == pytest.approx(2)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-GOES_ON = dict.fromkeys(("train", "distill", "compress"), "; --resume goes on from the last checkpoint")
+GOES_ON = dict.fromkeys(("train", "distill", "compress"), "; --resume goes on from the last checkpoint, if any")
 GOES_ON["sweep"] = "; the same command goes on"
 
 

@@ -202,7 +202,11 @@ class Run(Mapping[str, Posterior]):
                 raise UnknownPeer(f"{self.folder}: there is no peer '{peer}'{nearest(str(peer), list(self))}")
             if not self.finished:
                 raise InputError(self.unfinished)
-            posterior = self._loaded[peer] = Posterior.load(self.weights_file(peer), self._network(peer))
+            posterior = Posterior.load(path := self.weights_file(peer), self._network(peer))
+            expected = next(p.posterior.kind for p in self.recipe.peers if p.name == peer)
+            if posterior.kind != expected:
+                raise InputError(f"{path}: holds a {posterior.kind} posterior; the run's recipe has a {expected} one")
+            self._loaded[peer] = posterior
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
             posterior.generation, posterior.home = self.about.get("generation", 0), home(self.folder)

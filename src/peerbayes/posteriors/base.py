@@ -295,7 +295,13 @@ class Posterior(nn.Module):
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
         """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian."""
-        tensors, about = storage.read(Path(path))
+        return cls._of(path, network, *storage.read(Path(path)))
+
+    @classmethod
+    def _of(
+        cls, path: str | Path, network: nn.Module, tensors: Mapping[str, Tensor], about: Mapping[str, Any], **how: bool
+    ) -> Self:
+        """Return the posterior of a file's tensors and description."""
         kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
         found = Posterior._kinds.get(kind) if isinstance(kind, str) else None
         if found is None or not issubclass(found, cls):
@@ -308,7 +314,7 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: its options are not those of a {kind} posterior ({error})") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        posterior.load_state(posterior.unpacked(tensors, about, str(path)), str(path))
+        posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.generation, posterior.origin = seed, name, 0, None
         return posterior.eval()  # see `materialise`
 
@@ -318,7 +324,12 @@ class Posterior(nn.Module):
         chosen = {name.removeprefix("mean/") for name in tensors if name.startswith("mean/")}
         return {"bayesian": lambda name, _module: name in chosen}
 
-    def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def unpacked(
+        self,
+        tensors: Mapping[str, Tensor],
+        about: Mapping[str, Any],  # noqa: ARG002
+        origin: str,  # noqa: ARG002
+    ) -> Mapping[str, Tensor]:
         """Return what `load_state` takes, of a file's tensors and description."""
         return tensors
 

@@ -75,6 +75,8 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
         raise InputError(f"{origin}: outliers, their means and their scales are not equally many")
     if not bool((book.outlier_std > 0).all()):
         raise InputError(f"{origin}: scales of outliers have collapsed to 0, expected positive numbers")
+    if not bool((torch.cat([book.component[:, 1:], book.cholesky], 1) != 0).any(1).all()):
+        raise InputError(f"{origin}: scales of components have collapsed to 0, expected a positive variance of each")
     places = torch.cat([book.blended.long(), book.outlier.long()])
     if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
         raise InputError(f"{origin}: names a weight that is not among the {size}")

@@ -21,7 +21,7 @@ from peerbayes.posteriors.drawing import drawn_at, drawn_with
 from peerbayes.posteriors.grids import inverse_softplus
 from peerbayes.posteriors.parameters import Predicate, require_same
 from peerbayes.posteriors.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
-from peerbayes.posteriors.shared_file import EXACT, packed, unpacked
+from peerbayes.posteriors.shared_file import EXACT, FIRST, packed, unpacked
 
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
@@ -344,18 +344,31 @@ class Shared(Posterior):
         Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
         the file, to the last bit.
         """
+        check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)  # or nobody could read it
         self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:
             own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
             self.load_state(unpacked(tensors, more, self) | own)
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
-        storage.write(Path(path), tensors, about | more, in_order=True)
+        storage.write(Path(path), tensors, about | more, first=sum(name.startswith(FIRST) for name in tensors))
 
-    def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:
+    @classmethod
+    def load_means(cls, path: str | Path, network: nn.Module) -> nn.Module:
+        """Return the network of the mean weights, in evaluation mode, of a file whose scales may not have arrived yet.
+
+        Args:
+            path: what `save` wrote, or its beginning, as far as its means: all but a hundredth, say.
+            network: of the same architecture.
+        """
+        return cls._of(path, network, *storage.read_first(Path(path)), means_alone=True).materialise()
+
+    def unpacked(
+        self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str, **how: bool
+    ) -> Mapping[str, Tensor]:
         """Return what `load_state` takes, of a file's tensors and description."""
         try:
-            return unpacked(tensors, about, self)
+            return unpacked(tensors, about, self, **how)
         except InputError as error:
             raise InputError(f"{origin}: {error}") from None
 

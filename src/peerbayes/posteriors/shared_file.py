@@ -16,8 +16,8 @@ scales/component        s, a, b, c of the components, float32 (K, 4); small: (4,
 scales/outlier          ρ of the outliers, float32 (O,); small: 8 bits of σ, coded
 anchor/...              what the prior is anchored at; only where training may go on, and never in small files
 
-A reader that has got as far as ``means`` can predict with the mean weights. Names and shapes are the network's, of
-which the description holds a digest.
+A reader that has got as far as ``scales`` can predict with the mean weights (`Shared.load_means`). Names and shapes are
+the network's, of which the description holds a digest.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ EXACT = 32  # bits of a number that is not rounded
 SHARES = 15  # steps of a blended weight's share
 ANCHORED = ("component", "cholesky", "outlier")
 COLUMNS = 4  # s, a, b, c
+FIRST = ("grids", "fixed/", "means/")  # what makes a network
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -186,13 +187,16 @@ class _Reader:
             raise InputError(f"'{name}': {error}") from None
 
 
-def unpacked(tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior: Shared) -> dict[str, Tensor]:
+def unpacked(
+    tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior: Shared, means_alone: bool = False
+) -> dict[str, Tensor]:
     """Return the state that `Shared.load_state` takes, of what `packed` made.
 
     Args:
         tensors: of the file.
         about: its description.
         posterior: over the same network, with as many bits, and any codebook.
+        means_alone: whether the tensors are those that come first, so that all scales are to be 1.
     """
     if about.get("network") != _digest(posterior):
         raise InputError("holds shared weights of another network (names or shapes of its tensors differ)")
@@ -210,12 +214,16 @@ def unpacked(tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior:
         bits = posterior.bits
         codes = (reader.symbols("means/outlier", 1 << bits, parts) - (1 << (bits - 1))).split(parts)
         mean = torch.cat([from_multiples(code, step) for code, step in zip(codes, grids[6:], strict=True)])
+    else:
+        mean = reader.take("means/outlier", torch.float32, single)
+    if means_alone:
+        scales, rho = torch.ones(components, COLUMNS), inverse_softplus(torch.ones(single))
+    elif small:
         columns = reader.symbols("scales/component", 256, [components] * COLUMNS).view(COLUMNS, -1)
         tops = [int(top) for top in grids[1:6]]
         scales = torch.stack([from_powers(code, top) for code, top in zip(columns, tops[:COLUMNS], strict=True)], 1)
         rho = inverse_softplus(from_powers(reader.symbols("scales/outlier", 256, parts), tops[-1]))
     else:
-        mean = reader.take("means/outlier", torch.float32, single)
         scales = reader.take("scales/component", torch.float32, components, COLUMNS)
         rho = reader.take("scales/outlier", torch.float32, single)
     book |= {"component": torch.stack([centres, scales[:, 0]], 1), "cholesky": scales[:, 1:]}

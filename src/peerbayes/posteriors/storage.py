@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -58,10 +59,11 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], in_order: bool = False) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], first: int | None = None) -> None:
     """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both.
 
-    With ``in_order`` they lie in the file in the order given, which must keep each at a multiple of its item size.
+    With ``first`` they lie in the file in the order given, which must keep each at a multiple of its item size, and so
+    many of them have a digest of their own: `read_first` reads them before the others have arrived.
     """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -74,7 +76,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], i
         seen.add(tensor.data_ptr())
     text = json.dumps(about, sort_keys=True)
     metadata = {"digest": _digest(plain, text), "peerbayes": text}
-    write_bytes(path, _laid_out(plain, metadata) if in_order else _ordered(save(plain, metadata)))
+    if first is None:
+        write_bytes(path, _ordered(save(plain, metadata)))
+    else:
+        early = dict(itertools.islice(plain.items(), first))
+        write_bytes(path, _laid_out(plain, metadata | {"first": f"{first} {_digest(early, text)}"}))
 
 
 def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
@@ -111,9 +117,53 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         InputError: the file is missing, truncated, changed, or not one of ours.
     """
     tensors, metadata = _read_any(path)
+    return tensors, _checked(path, tensors, metadata, metadata.get("digest"))
+
+
+def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the tensors that `write` was told to put ``first``, of a file that may have arrived no further than these.
+
+    Raises:
+        InputError: it has not arrived so far, is changed, or has no such tensors.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + length:
+        raise InputError(f"{path}: its header has not arrived yet, or it is not a safetensors file")
+    try:
+        header = json.loads(data[8 : 8 + length])
+        metadata = {key: str(value) for key, value in header.pop("__metadata__").items()}
+        count, digest = metadata["first"].split(" ")
+        tensors = _early(data[8 + length :], dict(itertools.islice(header.items(), int(count))))
+    except EOFError:
+        raise InputError(f"{path}: has not arrived as far as the tensors that come first") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
+        raise InputError(f"{path}: no tensors come first in it that could be read by themselves") from None
+    return tensors, _checked(path, tensors, metadata, digest)
+
+
+def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a header says come first, one after the other."""
+    found, place, dtypes = {}, 0, {name: dtype for dtype, name in DTYPES.items()}
+    for name, about in header.items():
+        (begin, end), dtype = about["data_offsets"], dtypes[about["dtype"]]
+        if begin != place or end < begin:
+            raise ValueError(name)
+        if end > len(data):
+            raise EOFError
+        part = bytearray(data[begin:end])
+        plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)  # it takes no empty one
+        found[name], place = plain.view(about["shape"]), end
+    return found
+
+
+def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:
+    """Return the description of tensors that are what a digest says."""
     if "peerbayes" not in metadata:
         raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")
-    if metadata.get("digest") != _digest(tensors, metadata["peerbayes"]):
+    if digest != _digest(tensors, metadata["peerbayes"]):
         raise InputError(f"{path}: corrupt (its contents do not match the digest in its header)")
     try:
         about = json.loads(metadata["peerbayes"])
@@ -121,7 +171,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about = None
     if not isinstance(about, dict):
         raise InputError(f"{path}: corrupt (the 'peerbayes' entry of its header is not a JSON object)")
-    return tensors, about
+    return about
 
 
 def bytes_of(path: Path) -> tuple[int, dict[str, int]]:

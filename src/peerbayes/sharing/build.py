@@ -17,6 +17,7 @@ from peerbayes.posteriors import Codebook, MeanField
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.modes import evaluating
 from peerbayes.posteriors.shared import usually_shared
+from peerbayes.posteriors.shared_file import SHARES
 from peerbayes.sharing.clustering import em, kmeans, most_probable
 from peerbayes.sharing.gaussians import Components
 from peerbayes.sharing.merging import merge
@@ -135,15 +136,17 @@ def share(
     pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
     if options.blend and len(found.mean) > 1:
         place, pair, weight = blends(points, labels, found)
-        place = inside[place]
+        whole = (weight[:, 0] * SHARES).round() == SHARES  # all of one component, as shares are kept
+        labels[place[whole]] = pair[whole, 0]
+        place, pair, weight = inside[place[~whole]], pair[~whole], weight[~whole]
     lap("blending")
-    whole = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
-    whole[inside] = labels
+    every = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
+    every[inside] = labels
     single = alone.nonzero()[:, 0]
     book = Codebook(
         found.mean.float(),
         cholesky_of(found.covariance).float(),
-        whole,
+        every,
         place,
         pair,
         weight.float(),
