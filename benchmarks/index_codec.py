@@ -2,21 +2,27 @@
 
     python benchmarks/index_codec.py                       # ResNet-20 and ResNet-18, K = 100 to 6000
     python benchmarks/index_codec.py --quick               # ResNet-20 alone
+    python benchmarks/index_codec.py --run RUN --run RUN   # of trained runs of shared weights, instead
+    python benchmarks/index_codec.py --out FILE            # and as JSON
     python benchmarks/index_codec.py --fuzz 100000         # damage the bytes so often, instead
 
-The networks are drawn, not trained: weights are Gaussian with He's variance; standard deviations are 0.01 of Xavier's
-bound, 10 % of scatter; 1.8 % of the weights are outliers (the largest, and as many at random). The codebook is found by
-k-means of the means alone (``mean``), or of means and standard deviations (``both``); ``arranged`` renumbers the latter
-as `peerbayes.posteriors.index_codec.arrange` says. constriction, pcodec, zstandard and brotli are compared where
-installed. The general coders get 16-bit numbers, and two rows of bytes (low, high) where that is smaller; constriction
-gets the tables that ours makes, so that it differs in the coder alone. Single core.
+Without runs the networks are drawn, not trained: weights are Gaussian with He's variance; standard deviations are 0.01
+of Xavier's bound, 10 % of scatter; 1.8 % of the weights are outliers (the largest, and as many at random). The codebook
+is found by k-means of the means alone (``mean``), or of means and standard deviations (``both``); ``arranged``
+renumbers the latter as `peerbayes.posteriors.index_codec.arrange` says. constriction, pcodec, zstandard and brotli are
+compared where installed. The general coders get 16-bit numbers, and two rows of bytes (low, high) where that is
+smaller; constriction gets the tables that ours makes, so that it differs in the coder alone. Single core.
 """
 
 from __future__ import annotations
 
 import argparse
 import bz2
+import contextlib
 import importlib
+import importlib.metadata
+import itertools
+import json
 import lzma
 import random
 import time
@@ -25,15 +31,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors import index_codec
+from peerbayes.learning import environment, load
+from peerbayes.posteriors import Shared, index_codec
 from peerbayes.posteriors.index_codec import Ints, arrange, decode, encode
+from peerbayes.posteriors.storage import write_bytes
 
 OUTLIERS = 0.018
 RESNET20 = [(16, 27), *[(16, 144)] * 6, (32, 144), *[(32, 288)] * 5, (64, 288), *[(64, 576)] * 5, (100, 64)]
@@ -202,14 +212,27 @@ def installed(name: str) -> Any:
         return None
 
 
-def compare(network: str, components: int, kind: str) -> None:
-    """Print a table: coder, bits a weight, seconds to encode and to decode."""
-    index = draw(network, components, kind)
+def trained(folder: Path) -> tuple[dict[str, Any], Index]:
+    """Return what a run's first peer has for an index in its file, as one row of symbols."""
+    run = load(folder)
+    posterior = next(iter(run.values()))
+    if not isinstance(posterior, Shared):
+        raise InputError(f"{folder}: holds a {posterior.kind} posterior, expected a shared one")
+    count = len(posterior.component)
+    symbols = posterior.label.long().clone()
+    symbols[posterior.outlier], symbols[posterior.blended] = count, count + 1
+    about = {"network": run.recipe.peers[0].network, "components": count, "index": f"of {folder.name}, trained"}
+    return about, Index(symbols.numpy(), count + 2, list(posterior.layout.sizes))
+
+
+def compare(about: dict[str, Any], index: Index) -> dict[str, Any]:
+    """Print a table, and return it: coder, bits a weight, seconds to encode and to decode."""
     size = len(index.symbols)
     together, apart = index.bits()
     fixed = (index.alphabet - 1).bit_length()
-    print(f"\n{network}, {size} weights, K = {components}, codebook of {kind}: {fixed} bits fixed,", end=" ")
-    print(f"entropy {together:.3f}, by layer {apart:.3f}\n{'':26}bits    encode  decode")
+    print(f"\n{about['network']}, {size} weights, K = {about['components']}, {about['index']}: {fixed} bits", end=" ")
+    print(f"fixed, entropy {together:.3f}, by layer {apart:.3f}\n{'':26}bits    encode  decode")
+    found = about | {"weights": size, "bits_fixed": fixed, "entropy": together, "entropy_by_layer": apart, "coders": {}}
     for name, ways in coders().items():
         rows = []
         for way in ways:
@@ -221,6 +244,8 @@ def compare(network: str, components: int, kind: str) -> None:
             rows.append((8 * count / size, middle - start, time.perf_counter() - middle))
         bits, there, back = min(rows)
         print(f"{name:24}{bits:8.3f}{there:8.2f} s{back:6.2f} s", flush=True)
+        found["coders"][name] = {"bits_a_weight": bits, "encode_s": round(there, 3), "decode_s": round(back, 3)}
+    return found
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -331,6 +356,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ResNet-20 alone")
     parser.add_argument("--fuzz", type=int, default=0, help="damage the bytes so often instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", type=Path, action="append", default=[], help="a run of shared weights; several times")
+    parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args()
     if given.fuzz:
         start = time.perf_counter()
@@ -338,10 +365,24 @@ def main() -> None:
             print(f"{count:8}  {outcome}")
         print(f"{given.fuzz} in {time.perf_counter() - start:.0f} s")
         return
-    for network in list(NETWORKS)[: 1 if given.quick else None]:
-        for components in COMPONENTS[network]:
-            for kind in ("mean", "both", "arranged"):
-                compare(network, components, kind)
+    versions = {}
+    for name in ("constriction", "pcodec", "zstandard", "brotli"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    record = environment(torch.device("cpu"))
+    record |= {"benchmark": "index_codec", "versions": record["versions"] | versions, "tables": []}
+    for about, index in map(trained, given.run) if given.run else drawn(given.quick):
+        record["tables"].append(compare(about, index))
+        if given.out is not None:  # after each: a run that is cut short keeps what it has
+            write_bytes(given.out, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def drawn(quick: bool) -> Iterator[tuple[dict[str, Any], Index]]:
+    """Yield indices of networks that are not trained."""
+    for network in list(NETWORKS)[: 1 if quick else None]:
+        for components, kind in itertools.product(COMPONENTS[network], ("mean", "both", "arranged")):
+            about = {"network": network, "components": components, "index": f"codebook of {kind}, drawn"}
+            yield about, draw(network, components, kind)
 
 
 if __name__ == "__main__":

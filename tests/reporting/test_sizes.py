@@ -73,6 +73,8 @@ def test_every_byte_of_the_file_is_in_one_part(kind, runs, accounts):
 def test_a_record_says_what_a_codebook_holds_and_what_was_changed_for_it(runs, accounts):
     record = reporting.evaluate(runs / "shared", device="cpu")
     counts = {key: accounts["shared"][key] for key in ("outliers", "blended", "components")}
+    told = json.loads((runs / "shared" / "sharing.json").read_text())["net"]
+    counts |= {"components_at_first": 30, "merged": told["merging"].get("merged", 0)}
     assert record["peers"][0]["codebook"] == counts
     changed = {line.partition("=")[0]: line.partition("=")[2] for line in record["changed"]}
     assert changed["peers.0.start_from"] == "mean_field"

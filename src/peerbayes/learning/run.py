@@ -92,6 +92,13 @@ class _Line(Table):
     peers: dict[str, _PeerLine]
 
 
+class Account(Table):
+    """How a codebook was made, of what sharing.json says."""
+
+    components_at_first: int
+    merging: dict[str, Any] = {}
+
+
 class Run(Mapping[str, Posterior]):
     """A run folder; its peers by name."""
 
@@ -195,6 +202,11 @@ class Run(Mapping[str, Posterior]):
     def weights_file(self, peer: str) -> Path:
         """Where a trained peer lies."""
         return self.folder / f"weights-{peer}.safetensors"
+
+    def account(self, peer: str) -> Account | None:
+        """Return how a peer's codebook was made; None where it was not made here."""
+        path = self.folder / "sharing.json"
+        return Account.parse(read_json(path).get(peer, {}), f"{path}: {peer}") if path.is_file() else None
 
     def __getitem__(self, peer: str) -> Posterior:
         if peer not in self._loaded:

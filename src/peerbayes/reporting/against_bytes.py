@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 from pydantic import Field
 
+from peerbayes.errors import InputError
 from peerbayes.learning import Run
 from peerbayes.learning.run import read_json
 from peerbayes.learning.settings import Shared
@@ -54,12 +55,6 @@ class _Judged(Table):
     """What the figure looks for in a record."""
 
     peers: Annotated[list[_Peer], Field(min_length=1)]
-
-
-class _Account(Table):
-    """What the figure looks for in how a codebook was made."""
-
-    components_at_first: int
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -169,8 +164,10 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
     if options["components"]:
         return int(options["components"])
     run = _first(group)
-    path, name = run.folder / "sharing.json", run.recipe.peers[0].name
-    return _Account.parse(read_json(path).get(name, {}), f"{path}: {name}").components_at_first
+    account = run.account(run.recipe.peers[0].name)
+    if account is None:
+        raise InputError(f"{run.folder / 'sharing.json'}: no such file, which says how many components there were")
+    return account.components_at_first
 
 
 # ---- drawn ----------------------------------------------------------------------------------------------------------

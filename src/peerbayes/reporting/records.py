@@ -187,6 +187,9 @@ def _judge(
     }
     if isinstance(posterior, Shared):
         found["codebook"] = posterior.counts()
+        if (account := run.account(name)) is not None:
+            merged = account.merging.get("merged", 0)
+            found["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}
     held: Tensor | None = None
     if loaded.validation is not None:
         held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)[0]
