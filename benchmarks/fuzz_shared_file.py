@@ -361,10 +361,30 @@ def whole(posterior: Posterior, path: Path) -> None:
         raise RuntimeError("it does not come back as it was written")
 
 
+def unclear(text: str, path: Path) -> str:
+    """Return what is wrong with a sentence about a file, if anything is."""
+    if "\n" in text or not text.startswith(f"{path}: ") or len(text) > 1000:
+        return f"not one sentence that names the file: {text[:200]}"
+    return ""
+
+
+def means_fault(given: Specimen, path: Path) -> str:
+    """Return what is wrong with the means of a damaged file, which are refused, or those of the file as it was."""
+    try:
+        means = Shared.load_means(path, network()).state_dict()
+    except InputError as error:
+        return unclear(str(error), path)
+    expected = given.posterior.materialise().state_dict()
+    same = all(torch.equal(tensor, means[name]) for name, tensor in expected.items())
+    return "" if same else "damage to the means went unseen"
+
+
 def outcome(data: bytes, given: Specimen, signed: bool, path: Path) -> tuple[str, str]:
     """Load a damaged file; return what came of it, and the sentence or the fault."""
     path.write_bytes(data)
     try:
+        if fault := means_fault(given, path):
+            return "fault", fault
         found = Posterior.load(path, network())
         if equal(found, given.posterior):
             return SAME, ""
@@ -373,9 +393,8 @@ def outcome(data: bytes, given: Specimen, signed: bool, path: Path) -> tuple[str
         whole(found, path.with_name("again.safetensors"))
         return OTHER, ""
     except InputError as error:
-        text = str(error)
-        if "\n" in text or not text.startswith(f"{path}: ") or len(text) > 1000:
-            return "fault", f"not one sentence that names the file: {text[:200]}"
+        if fault := unclear(text := str(error), path):
+            return "fault", fault
         return SENTENCE, re.sub(r"\d+", "N", text.removeprefix(f"{path}: "))[:60]
     except BaseException as error:
         return "fault", f"{type(error).__name__}: {error} at {traceback.format_exc().splitlines()[-3].strip()}"
