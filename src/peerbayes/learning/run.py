@@ -206,7 +206,8 @@ class Run(Mapping[str, Posterior]):
     def account(self, peer: str) -> Account | None:
         """Return how a peer's codebook was made; None where it was not made here."""
         path = self.folder / "sharing.json"
-        return Account.parse(read_json(path).get(peer, {}), f"{path}: {peer}") if path.is_file() else None
+        told = read_json(path) if path.is_file() else {}
+        return Account.parse(told[peer], f"{path}: {peer}") if peer in told else None
 
     def __getitem__(self, peer: str) -> Posterior:
         if peer not in self._loaded:

@@ -164,9 +164,9 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
     if options["components"]:
         return int(options["components"])
     run = _first(group)
-    account = run.account(run.recipe.peers[0].name)
+    account = run.account(name := run.recipe.peers[0].name)
     if account is None:
-        raise InputError(f"{run.folder / 'sharing.json'}: no such file, which says how many components there were")
+        raise InputError(f"{run.folder / 'sharing.json'}: {name}: is missing; it says how many components there were")
     return account.components_at_first
 
 

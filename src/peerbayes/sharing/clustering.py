@@ -232,7 +232,8 @@ def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Ten
     if len(present) > BROAD + NEAR:
         broad, others = present[longest[:BROAD]], present[longest[BROAD:]]
     log_weight = (components.count / components.count.sum()).log()
-    for part in points.split((1 << 20) // (BROAD + NEAR)):
+    room = (1 << 20) if points.device.type == "cpu" else (1 << 23)  # pairs at once
+    for part in points.split(room // (BROAD + NEAR)):
         which = broad.expand(len(part), -1)
         if len(others):
             which = torch.cat([which, others[nearest(part, components.mean[others], NEAR)]], 1)
