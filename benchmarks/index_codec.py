@@ -43,6 +43,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning import environment, load
 from peerbayes.posteriors import Shared, index_codec
 from peerbayes.posteriors.index_codec import Ints, arrange, decode, encode
+from peerbayes.posteriors.shared_file import index_of
 from peerbayes.posteriors.storage import write_bytes
 
 OUTLIERS = 0.018
@@ -219,10 +220,8 @@ def trained(folder: Path) -> tuple[dict[str, Any], Index]:
     if not isinstance(posterior, Shared):
         raise InputError(f"{folder}: holds a {posterior.kind} posterior, expected a shared one")
     count = len(posterior.component)
-    symbols = posterior.label.long().clone()
-    symbols[posterior.outlier], symbols[posterior.blended] = count, count + 1
     about = {"network": run.recipe.peers[0].network, "components": count, "index": f"of {folder.name}, trained"}
-    return about, Index(symbols.numpy(), count + 2, list(posterior.layout.sizes))
+    return about, Index(index_of(posterior).numpy(), count + 2, list(posterior.layout.sizes))
 
 
 def compare(about: dict[str, Any], index: Index) -> dict[str, Any]:

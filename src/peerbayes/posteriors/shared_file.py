@@ -53,14 +53,13 @@ FIRST = ("grids", "fixed/", "means/")  # what makes a network
 def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a posterior's tensors in the order of the file, and what its description has to say of them."""
     small, sizes = posterior.bits < EXACT, posterior.layout.sizes
-    outlier, blended = posterior.outlier.cpu(), posterior.blended.cpu()
     component = posterior.component.detach().cpu()
     scales = torch.cat([component[:, 1:], posterior.cholesky.detach().cpu()], 1)
     mean, rho = posterior.outlier_mean.detach().cpu(), posterior.outlier_rho.detach().cpu()
     fixed, about = _pack_fixed(fixed_tensors(posterior), small)
     centres = component[:, 0].contiguous()
     if small:
-        parts = _by_layer(outlier, sizes)
+        parts = _by_layer(posterior.outlier.cpu(), sizes)
         codes, grids = _to_grids(centres, mean, scales, rho, parts, posterior.bits)
         grid, centres = {"grids": grids}, from_multiples(codes[0], float(grids[0]))
         middle, single = codes[0], _coded(codes[1].long() + (1 << (posterior.bits - 1)), 1 << posterior.bits, parts)
@@ -69,7 +68,7 @@ def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], 
         grid, middle, single, spread, own = {}, centres, mean, scales, rho
     others = {name: fixed.pop(name) for name in list(fixed) if name == "fixed/others"}
     tensors = grid | fixed | {"means/component": middle} | others | {"means/outlier": single}
-    tensors |= _pack_index(posterior, centres, outlier, blended)
+    tensors |= _pack_index(posterior, centres)
     tensors |= {"scales/component": spread, "scales/outlier": own}
     if anchors and not small and posterior.prior == "anchored":
         tensors |= {f"anchor/{name}": getattr(posterior, f"anchor_{name}") for name in ANCHORED}
@@ -81,15 +80,20 @@ def fixed_tensors(posterior: Shared) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in posterior.state().items() if name.startswith(("network/", "rest/"))}
 
 
-def _pack_index(posterior: Shared, centres: Tensor, outlier: Tensor, blended: Tensor) -> dict[str, Tensor]:
+def index_of(posterior: Shared) -> Tensor:
+    """Return for every weight its component, K for an outlier, K + 1 for a blended weight."""
+    index, components = posterior.label.cpu().long(), len(posterior.component)
+    index[posterior.outlier.cpu()], index[posterior.blended.cpu()] = components, components + 1
+    return index
+
+
+def _pack_index(posterior: Shared, centres: Tensor) -> dict[str, Tensor]:
     components = len(centres)
-    index = posterior.label.cpu().long()
-    index[outlier], index[blended] = components, components + 1
     first, second = posterior.blend_component.cpu().long().unbind(1)
     place = centres.argsort(stable=True).argsort()
     share = (posterior.blend_weight[:, 0].cpu() * SHARES).round().long()
     return {
-        "means/index": _coded(index, components + 2, posterior.layout.sizes),
+        "means/index": _coded(index_of(posterior), components + 2, posterior.layout.sizes),
         "means/blend_first": _coded(first, components, [len(first)]),
         "means/blend_step": _coded((place[second] - place[first]) % components, components, [len(first)]),
         "means/blend_weight": _coded(share, SHARES + 1, [len(first)]),

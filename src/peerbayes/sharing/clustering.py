@@ -25,7 +25,7 @@ _HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
 
 # Of thousands of components only these many are looked at for a point by expectation-maximisation: those with the
 # longest axes, which reach far, and of the others those with the nearest means. All pairs of 11 million weights and
-# 6000 components would take an hour.
+# 6000 components would be 67 billion.
 BROAD, NEAR = 96, 32
 
 
