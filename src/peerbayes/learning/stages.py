@@ -92,6 +92,9 @@ class StageState:
             }
             for name, posterior in peers.items()
         }
+        # What an owner's optimiser leaves undecayed, and which of it are scales.
+        self._undecayed = {name: posterior.undecayed | posterior.scales for name, posterior in peers.items()}
+        self._scales = {name: posterior.scales for name, posterior in peers.items()}
         for term, options in self.terms:
             self._build(term, options, peers, shapes, address)
         device = next(iter(peers.values())).device
@@ -101,15 +104,12 @@ class StageState:
         self._rates = [torch.tensor(self.lr * factor, device=device) for factor in (1.0, self._ratio)]
         self._on_gpu = device.type == "cuda"
         self.optimizers = {
-            owner: self._optimizer(parameters, peers.get(owner))
-            for owner, parameters in self.parameters.items()
-            if parameters
+            owner: self._optimizer(owner, parameters) for owner, parameters in self.parameters.items() if parameters
         }
 
-    def _optimizer(self, parameters: Mapping[str, nn.Parameter], peer: Posterior | None) -> torch.optim.Optimizer:
+    def _optimizer(self, owner: str, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """Build an owner's optimiser: parameters in groups by whether they decay, and whether they are scales."""
-        undecayed, scales = (peer.undecayed, peer.scales) if peer is not None else (set[str](), set[str]())
-        scales = scales if self.settings.optimizer.scale_lr is not None else set()
+        undecayed, scales = self._undecayed[owner], self._scales[owner]
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             groups.setdefault((name in undecayed, name in scales), []).append(parameter)
@@ -142,6 +142,9 @@ class StageState:
                 owner = SHARED if shared is not None else name
                 own = {f"{term.name}.{n}": p for n, p in module.named_parameters() if p.requires_grad}
                 self.parameters.setdefault(owner, {}).update(own)
+                scales = {f"{term.name}.{n}" for n in getattr(module, "scales", ())}
+                for names in (self._undecayed, self._scales):
+                    names[owner] = names.get(owner, set()) | scales
             assert module is not None
             self.modules[term.name, name] = module
 

@@ -166,9 +166,18 @@ class Posterior(nn.Module):
         return set()
 
     @property
+    def decayed(self) -> set[str]:
+        """Names of the parameters that weight decay pulls to 0; it leaves alone what is not named, and all `scales`.
+
+        On means with a prior N(0, s²) a decay of λ is one more such prior: with N images theirs is N(0, 1/(1/s² + λN)).
+        Means with an anchored prior do not decay: it would pull them away from the anchor.
+        """
+        return {"mean", "rest"}
+
+    @property
     def undecayed(self) -> set[str]:
-        """Names of the parameters that weight decay leaves alone."""
-        return set()
+        """Names of the parameters that weight decay leaves alone: all that `decayed` does not name, and all scales."""
+        return {name for name, _ in self.named_parameters()} - self.decayed | self.scales
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""

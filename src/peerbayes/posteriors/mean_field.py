@@ -97,6 +97,11 @@ class MeanField(Posterior):
         return {"rho"}
 
     @property
+    def decayed(self) -> set[str]:
+        """What is not Bayesian, and the means unless their prior is anchored."""
+        return {"rest"} if self.prior == "anchored" else super().decayed
+
+    @property
     def std(self) -> Tensor:
         """σ = softplus(ρ), shape (size,)."""
         return F.softplus(self.rho)

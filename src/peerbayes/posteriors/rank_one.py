@@ -203,9 +203,14 @@ class RankOne(Posterior):
         return self._members
 
     @property
-    def undecayed(self) -> set[str]:
-        """ρ, which decay would pull to a standard deviation of 0.69, and the factors, where they are not to decay."""
-        return {"rho"} | (set() if self.decay_factors else {"deviations"})
+    def scales(self) -> set[str]:
+        """ρ, of Gaussian factors."""
+        return {"rho"} if self.gaussian else set()
+
+    @property
+    def decayed(self) -> set[str]:
+        """W, what has no factors, and the factors where that is wanted."""
+        return super().decayed | ({"deviations"} if self.decay_factors else set())
 
     @property
     def noise_size(self) -> int:

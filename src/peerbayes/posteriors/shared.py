@@ -262,6 +262,11 @@ class Shared(Posterior):
         """The Cholesky factors, and the outliers' ρ; a component's own scale goes with its mean."""
         return {"cholesky", "outlier_rho"}
 
+    @property
+    def decayed(self) -> set[str]:
+        """What is not shared: a component's mean and scale are one row, and its weights have been trained."""
+        return {"rest"}
+
     # ---- draws ----------------------------------------------------------------------------------------------------
 
     @property

@@ -71,7 +71,8 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None, between_pe
     Args:
         function: the term.
         build: makes a trainable helper for a peer, reached as ``step.module(peer)``; its parameters join that peer's
-            optimiser for the stage. A helper whose attribute ``shared`` is true serves all peers.
+            optimiser for the stage. A helper whose attribute ``shared`` is true serves all peers. Its attribute
+            ``scales`` names the parameters that are scales, which weight decay leaves alone.
         between_peers: it compares a peer with others, so a peer that is alone has nothing of it, and is told so.
     """
     if function is None:
