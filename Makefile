@@ -5,13 +5,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint bench clean
 
 demo: $(READY)
 	$(BIN)/peerbayes demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # what a file sets up, it sets up once
+
+test-gpu: $(READY)  # the record is of the commit that is checked out, and written by the tests themselves
+	$(BIN)/pytest -m gpu --record results/gpu-tests.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,6 @@ from peerbayes.noise import Address
 
 CPU = torch.device("cpu")
 SEED = 11
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 
 
@@ -457,7 +456,7 @@ def test_a_file_larger_than_memory_can_be_mapped(tmp_path):
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "placement"), CASES)
 def test_gpu_batches_are_the_same(tmp_path, kind, placement):
     split, device = make(kind, tmp_path), torch.device("cuda")
@@ -470,7 +469,7 @@ def test_gpu_batches_are_the_same(tmp_path, kind, placement):
     source.close()
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("placement", ["device", "stream"])
 def test_gpu_batches_inside_a_captured_graph(placement):
     split, device = array_split(), torch.device("cuda")
@@ -491,7 +490,7 @@ def test_gpu_batches_inside_a_captured_graph(placement):
     source.close()
 
 
-@gpu
+@pytest.mark.gpu
 def test_gpu_the_thread_does_not_break_a_capture():
     captured = threading.Event()
 
@@ -517,7 +516,7 @@ def test_gpu_the_thread_does_not_break_a_capture():
     source.close()
 
 
-@gpu
+@pytest.mark.gpu
 def test_gpu_a_slot_is_not_overwritten_before_its_copy_is_done():
     device = torch.device("cuda")
     split = ArraySplit(torch.from_numpy(pixels(512, 3, 64, 64)), torch.arange(512))
@@ -533,7 +532,7 @@ def test_gpu_a_slot_is_not_overwritten_before_its_copy_is_done():
     source.close()
 
 
-@gpu
+@pytest.mark.gpu
 def test_gpu_feeds_share_one_copy():
     device = torch.device("cuda")
     split = ArraySplit(torch.zeros(1 << 14, 1, 32, 32, dtype=torch.uint8), torch.zeros(1 << 14, dtype=torch.int64))

@@ -327,7 +327,7 @@ def test_a_compiler_that_changes_teachers_is_left(kind, wrong, told, monkeypatch
     assert [text[: len(told or "")] for text in found] == ([] if told is None else [told])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"])
 def test_captured_steps_of_a_distillation_agree_with_eager_ones_on_a_gpu(kind):
     stage = made_stage(3, 0.05, distil={"teachers": "one_to_one"}) | ({"perturb": {"kind": kind}} if kind else {})

@@ -175,11 +175,12 @@ def test_the_captured_engine_asks_for_a_gpu():
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns while it is imported
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_captured_steps_agree_with_eager_ones_on_a_gpu():
     pytest.importorskip("triton")
     recipe = load_recipe("mutual/digits-vanilla", ["peers.*.network=mlp", "stages.*.epochs=2", "data.validation=0"])
     loaded, found = load_data(recipe), {}
+    assert isinstance(loaded.train, ArraySplit)
     data = dataclasses.replace(loaded, train=loaded.train.to("cuda"))
     for name in ("eager", "captured"):
         peers = {
@@ -198,7 +199,6 @@ def test_captured_steps_agree_with_eager_ones_on_a_gpu():
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 quiet = pytest.mark.filterwarnings("default")  # torch's compiler warns while it is imported
 SHAPE = (3, 12, 12)
 
@@ -226,18 +226,31 @@ def exact():
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def gpu_stage(epochs, **terms):
+def small_stage(epochs, **terms):
     given = {"likelihood": {}, "kl": {"scheme": "layer_mean"}, "mutual": {}, "weight_diversity": {}}
     return {"epochs": epochs, "optimizer": {"name": "adam", "lr": 1e-3}, "terms": given | terms}
 
 
-def gpu_learner(
-    name, seed=0, stages=None, reporter=None, augment=("crop", "flip"), update="simultaneous", how=None, **network
-):
-    """10 steps an epoch; two Bayesian peers."""
+ON_EITHER = pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "eager"), pytest.param("cuda", "captured", marks=pytest.mark.gpu)]
+)
+
+
+def small_learner(
+    name,
+    seed=0,
+    stages=None,
+    reporter=None,
+    augment=("crop", "flip"),
+    update="simultaneous",
+    how=None,
+    device="cuda",
+    **network,
+) -> Learner:
+    """Return a learner of two Bayesian peers, with 10 steps an epoch."""
     generator = torch.Generator().manual_seed(5)
     pixels = (torch.rand(80, *SHAPE, generator=generator) * 255).to(torch.uint8)
-    where = "cpu" if (how or {}).get("placement") == "stream" else "cuda"
+    where = "cpu" if (how or {}).get("placement") == "stream" else device
     split = ArraySplit(pixels.to(where), (torch.arange(80) % 4).to(where))
     data = Dataset("made", split, None, split, 4, None, SHAPE, (0.5,) * 3, (0.3,) * 3)
     peer = {"network": "mlp", "posterior": {"kind": "mean_field"}}
@@ -245,14 +258,14 @@ def gpu_learner(
         "title": "t",
         "data": {"batch_size": 8, "augment": list(augment)},
         "peers": [{"name": "a"} | peer, {"name": "b"} | peer],
-        "stages": list(stages or [gpu_stage(3)]),
+        "stages": list(stages or [small_stage(3)]),
         "gradient_share_every": 0,
         "update": update,
     }
     peers = {}
     for number, owner in enumerate("ab"):
         torch.manual_seed(number)
-        peers[owner] = MeanField(Conv(**network), rho=-2.0, seed=seed, name=owner).cuda()
+        peers[owner] = MeanField(Conv(**network), rho=-2.0, seed=seed, name=owner).to(device)
     return Learner(Recipe.parse(table, "test"), peers, data, seed, engine=name, reporter=reporter, **(how or {}))
 
 
@@ -262,6 +275,8 @@ def advance(learner, count):
     for number in range(-1, count):  # the engine begins first
         with learner.engine.running():
             next(steps)
+        if learner.device.type == "cuda":
+            torch.cuda.synchronize()
         if number >= 0:
             yield number
 
@@ -276,16 +291,16 @@ def different(one, two):
     return [key for key in one if not torch.equal(one[key], two[key])]
 
 
-TWO_STAGES = (gpu_stage(3), gpu_stage(2, feature_diversity={"layers": ["first", "second"]}))
+TWO_STAGES = (small_stage(3), small_stage(2, feature_diversity={"layers": ["first", "second"]}))
 
 
-@gpu
+@pytest.mark.gpu
 @quiet
 @pytest.mark.usefixtures("exact")
 def test_fifty_captured_steps_are_the_eager_ones_bit_for_bit():
     found = {}
     for name in ("eager", "captured"):
-        learner = gpu_learner(name, stages=TWO_STAGES)
+        learner = small_learner(name, stages=TWO_STAGES)
         learner.run()
         assert learner.engine.name == name
         assert learner.position.step == 50
@@ -293,33 +308,32 @@ def test_fifty_captured_steps_are_the_eager_ones_bit_for_bit():
     assert different(found["eager"], found["captured"]) == []
 
 
-@gpu
+@ON_EITHER
 @quiet
 @pytest.mark.usefixtures("exact")
-def test_captured_steps_draw_what_their_addresses_say():
-    learner = gpu_learner("captured", augment=("crop", "flip", "reflect_crop"))
+def test_captured_steps_draw_what_their_addresses_say(device, name):
+    learner = small_learner(name, augment=("crop", "flip", "reflect_crop"), device=device)
     cohort, seed = learner.cohort, learner.seed
     kept, original = {}, cohort.forward
 
     def noting(clock):
         # Copies into tensors that the graph keeps: what the last replay has made.
         batch = original(clock)
-        for name, tensor in (
-            ("images", cohort._images),
+        for key, tensor in (
+            ("images", cohort.images),
             *((peer, output.weights.flat) for peer, output in batch.outputs.items()),
         ):
-            if name not in kept:
-                kept[name] = torch.empty_like(tensor.detach())
-            kept[name].copy_(tensor.detach())
+            if key not in kept:
+                kept[key] = torch.empty_like(tensor.detach())
+            kept[key].copy_(tensor.detach())
         return batch
 
     cohort.forward = noting
     seen, expected = [], {}
     for number in advance(learner, 25):
-        torch.cuda.synchronize()
-        seen.append({name: tensor.clone() for name, tensor in kept.items()})
-        assert learner.engine.name == "captured"
-        pixels, _ = learner.data.train.batch(indices(learner, number), torch.device("cuda"))
+        seen.append({key: tensor.clone() for key, tensor in kept.items()})
+        assert learner.engine.name == name
+        pixels, _ = learner.data.train.batch(indices(learner, number), torch.device(device))
         where = Address(seed, "data", "augment", number)
         assert torch.equal(seen[-1]["images"], to_unit(augment(pixels, learner.recipe.data.augment, where)))
         for peer, posterior in learner.peers.items():
@@ -328,8 +342,8 @@ def test_captured_steps_draw_what_their_addresses_say():
             # What the next step will draw, from the weights as they are by now.
             with torch.no_grad():
                 expected[peer] = posterior.draw(Address(seed, peer, "step", number + 1)).flat
-    for name in ("a", "b", "images"):
-        assert not any(torch.equal(one[name], two[name]) for one, two in itertools.pairwise(seen))
+    for key in ("a", "b", "images"):
+        assert not any(torch.equal(one[key], two[key]) for one, two in itertools.pairwise(seen))
     assert not torch.equal(seen[0]["a"] - seen[1]["a"], seen[0]["b"] - seen[1]["b"])
 
 
@@ -339,32 +353,32 @@ def indices(learner, number):
     return order(len(learner.data.train), address)[place * size : (place + 1) * size]
 
 
-@gpu
+@ON_EITHER
 @quiet
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_captured_learners_side_by_side_are_each_alone(dropout):
+def test_captured_learners_side_by_side_are_each_alone(dropout, device, name):
     alone = []
     for seed in (0, 3):
-        learner = gpu_learner("captured", seed, TWO_STAGES, dropout=dropout)
+        learner = small_learner(name, seed, TWO_STAGES, device=device, dropout=dropout)
         learner.run()
         alone.append(everything(learner))
-    together = [gpu_learner("captured", seed, TWO_STAGES, dropout=dropout) for seed in (0, 3)]
+    together = [small_learner(name, seed, TWO_STAGES, device=device, dropout=dropout) for seed in (0, 3)]
     assert run_together(together) == {}
-    assert [learner.engine.name for learner in together] == ["captured"] * 2
+    assert [learner.engine.name for learner in together] == [name] * 2
     assert [different(everything(one), two) for one, two in zip(together, alone, strict=True)] == [[], []]
     assert different(*alone)
 
 
-@gpu
+@ON_EITHER
 @quiet
 @pytest.mark.usefixtures("exact")
-def test_captured_dropout_is_new_at_every_replay_and_a_function_of_the_seed():
+def test_captured_dropout_is_new_at_every_replay_and_a_function_of_the_seed(device, name):
     def masks(seed):
-        learner = gpu_learner("captured", seed, dropout=0.5)
+        learner = small_learner(name, seed, device=device, dropout=0.5)
         kept, seen = [], []
         for posterior in learner.peers.values():
-            place = torch.zeros(8, 12, device="cuda")
+            place = torch.zeros(8, 12, device=device)
 
             def note(_module, _inputs, output, place=place):
                 if len(output) == 8:
@@ -373,10 +387,9 @@ def test_captured_dropout_is_new_at_every_replay_and_a_function_of_the_seed():
             posterior.network.drop.register_forward_hook(note)
             kept.append(place)
         for _ in advance(learner, 15):
-            torch.cuda.synchronize()
             seen.append([place.clone() for place in kept])
-        assert learner.engine.name == "captured"
-        assert learner.engine.alone
+        assert learner.engine.name == name
+        assert getattr(learner.engine, "alone", True)  # not beside others: torch's generator has one state
         return seen, everything(learner)
 
     seen, end = masks(0)
@@ -389,7 +402,7 @@ def test_captured_dropout_is_new_at_every_replay_and_a_function_of_the_seed():
     assert not torch.equal(seen[0][0], masks(1)[0][0][0])
 
 
-@gpu
+@pytest.mark.gpu
 @quiet
 @pytest.mark.usefixtures("exact")
 def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
@@ -399,7 +412,7 @@ def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
         def warn(self, text):
             said.append(text)
 
-    eager, captured = gpu_learner("eager", reads=True), gpu_learner("captured", reads=True, reporter=Listening())
+    eager, captured = small_learner("eager", reads=True), small_learner("captured", reads=True, reporter=Listening())
     eager.run()
     captured.run()
     assert captured.engine.name == "eager"
@@ -408,32 +421,32 @@ def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
     assert len(said[0]) > 80  # it says why
     assert different(everything(eager), everything(captured)) == []
     # The device is well: another cohort can be captured.
-    after = gpu_learner("captured")
+    after = small_learner("captured")
     after.run()
     assert after.engine.name == "captured"
 
 
 @quiet
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("update", ["simultaneous", "sequential"])
 def test_half_precision_is_captured_and_learns_as_eager_steps_do(update):
     found = {}
     for name in ("eager", "captured"):
         lines = []
         how = {"autocast": torch.bfloat16, "log": lines.append}
-        learner = gpu_learner(name, stages=TWO_STAGES, update=update, how=how)
+        learner = small_learner(name, stages=TWO_STAGES, update=update, how=how)
         learner.run()
         assert learner.engine.name == name
         found[name] = [[peer["loss"] for peer in line["peers"].values()] for line in lines]
     torch.testing.assert_close(torch.tensor(found["captured"]), torch.tensor(found["eager"]), rtol=0.02, atol=0.02)
 
 
-@gpu
-def test_streamed_batches_are_captured_too():
+@ON_EITHER
+def test_streamed_batches_are_captured_too(device, name):
     found = []
     for placement in ("device", "stream"):
-        learner = gpu_learner("captured", stages=TWO_STAGES, how={"placement": placement})
+        learner = small_learner(name, stages=TWO_STAGES, device=device, how={"placement": placement})
         learner.run()
-        assert learner.engine.name == "captured"
+        assert learner.engine.name == name
         found.append(everything(learner))
     assert not different(*found)

@@ -128,7 +128,7 @@ def test_the_kernel_of_gpus_makes_the_same_draws():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @torch.no_grad()

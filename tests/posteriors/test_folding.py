@@ -322,7 +322,7 @@ def test_what_changes_after_the_first_use_is_seen():
     assert not torch.allclose(found, again, rtol=0.05)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", BLOCKS)
 def test_fused_networks_on_a_gpu_and_back(name):
     how, options, _ = BLOCKS[name]

@@ -12,8 +12,6 @@ from torch import nn
 
 from peerbayes.posteriors.kernels import FusedConv, can_fuse, conv_relu
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 # channels, out, kernel, stride, padding, (images, height, width): every value of each at least twice; the pixels of the
 # result are no multiple of a block, but in the last.
 SHAPES = [
@@ -97,7 +95,7 @@ def test_the_kernel_for_few_channels_in_tritons_interpreter():
     assert all(case[4] > 0.1 for case in found)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES + MANY, ids=str)
 def test_both_kernels_on_a_gpu(shape, dtype):
@@ -108,7 +106,7 @@ def test_both_kernels_on_a_gpu(shape, dtype):
         assert error(found, expected) < 2
 
 
-@gpu
+@pytest.mark.gpu
 def test_the_kernels_see_more_pixels_than_32_bits_can_count_bytes_of():
     count = (1 << 31) // (16 * 32 * 32) + 3  # more than 2^31 numbers
     x = torch.zeros(count, 16, 32, 32, dtype=torch.float16, device="cuda").contiguous(memory_format=torch.channels_last)
@@ -131,7 +129,7 @@ def test_on_a_cpu_it_is_plain(shape, residual):
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("added", ["number", "channels", "images", "float64", "larger", "unbatched"])
 def test_what_is_added_may_have_any_shape_that_a_sum_allows(added, device):
     torch.manual_seed(0)

@@ -15,8 +15,6 @@ from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField, Point, prediction, watching
 from peerbayes.posteriors.settling import Referee
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 class Net(nn.Module):
     def __init__(self):
@@ -574,7 +572,7 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize("settle", [None, 0.2])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_auto_goes_back_to_float32_where_half_precision_overflows(device, settle, monkeypatch):
     torch.manual_seed(0)
     found, x = MeanField(Large(), rho=-2.0).to(device), images().to(device)
