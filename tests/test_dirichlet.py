@@ -89,6 +89,26 @@ def test_extreme_concentrations_keep_their_digits(alpha, beta):
     torch.testing.assert_close(by_alpha * alpha, gradient * alpha, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0, 1e4])
+@pytest.mark.parametrize("off", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
+def test_digits_are_kept_near_equal_concentrations(scale, off):
+    alpha = (concentrations(6, spread=1.0) * scale).requires_grad_()
+    beta = alpha.detach() * (1 + off * torch.randn(6, generator=torch.Generator().manual_seed(2)).double())
+    value, gradient = exact(alpha.detach(), beta)
+    found = dirichlet_kl(alpha, beta)
+    assert found.item() == pytest.approx(value, rel=1e-7, abs=0)
+    torch.testing.assert_close(torch.autograd.grad(found, alpha)[0], gradient, rtol=1e-7, atol=1e-9 * off)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, at first use
+def test_forward_mode_agrees_with_finite_differences():
+    alpha, beta = concentrations(3, 4).requires_grad_(), concentrations(3, 4, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(dirichlet_kl, (alpha, beta), check_forward_ad=True, check_batched_forward_grad=True)
+    slope = torch.func.jvp(lambda x: dirichlet_kl(x, beta.detach()), (alpha.detach(),), (torch.ones(3, 4).double(),))[1]
+    expected = torch.autograd.grad(dirichlet_kl(alpha, beta.detach()).sum(), alpha)[0].sum(-1)
+    torch.testing.assert_close(slope, expected)
+
+
 @pytest.mark.parametrize(
     ("rest", "exact", "omitted"),
     [

@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import numpy as np
 import ot
 import pytest
@@ -410,6 +411,43 @@ def test_gaussian_kl_gradient():
     torch.testing.assert_close(grad_std, std / 4 - 1 / std)
 
 
+def exact_gaussian_kl(mean_q, std_q, mean_p, std_p):
+    """The definition and its derivatives by all four arguments, with 60 digits."""
+    with mpmath.workdps(60):
+        m, s, n, t = (mpmath.mpf(x.item()) for x in (mean_q, std_q, mean_p, std_p))
+        value = mpmath.log(t / s) + (s**2 + (m - n) ** 2) / (2 * t**2) - mpmath.mpf(1) / 2
+        by_mean, by_std = (m - n) / t**2, s / t**2 - 1 / s
+        return [float(x) for x in (value, by_mean, by_std, -by_mean, 1 / t - (s**2 + (m - n) ** 2) / t**3)]
+
+
+@pytest.mark.parametrize("prior", ["tensor", "number"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gaussian_kl_keeps_its_digits_near_the_prior_and_far_from_it(dtype, prior):
+    # The numbers are taken as they are in this precision: what is compared is the formula, not the rounding of 1.0001.
+    off = [0.0, 1e-7, -1e-6, 1e-4, -1e-4, 3e-3, -0.03, 0.0999, 0.1001, -0.0999, -0.1001, 0.5, -0.6, 9.0, 1e4, 1e8]
+    tiny = [1e-3, 1e-10, 1e-18]
+    for std_p in (0.1, 1.0, 2.5):
+        ratios = torch.tensor([1 + x for x in off] + tiny, dtype=torch.float64)
+        std_q = (std_p * ratios).to(dtype).requires_grad_()
+        for shift in (0.0, 1e-5, 0.7):
+            mean_q = torch.full_like(std_q, 0.25 + shift).requires_grad_()
+            fixed = [torch.full_like(std_q, x).requires_grad_() for x in (0.25, std_p)]
+            inputs = [mean_q, std_q, *fixed]
+            given = inputs if prior == "tensor" else [mean_q, std_q, 0.25, fixed[1][0].item()]
+            value = gaussian_kl(*given)
+            slopes = gradients(value, *(x for x in given if isinstance(x, torch.Tensor)))
+            exact = [exact_gaussian_kl(*(x[i] for x in inputs)) for i in range(len(std_q))]
+            for result, expected in zip((value, *slopes), torch.tensor(exact, dtype=torch.float64).T):
+                torch.testing.assert_close(result.double(), expected, rtol=60 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_gaussian_kl_of_a_million_weights_near_their_anchors():
+    noise = torch.randn(2, 10**6, generator=torch.Generator().manual_seed(0))
+    mean, std = 1e-4 * noise[0], 1 + 1e-4 * noise[1]
+    expected = kl_divergence(Normal(mean.double(), std.double()), Normal(torch.zeros(()).double(), 1.0)).sum().item()
+    assert gaussian_kl(mean, std, 0.0, 1.0).double().sum().item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_gaussian_kl_of_tiny_scales_is_finite():
     std = torch.tensor([1e-20, 1e-6, 1.0], requires_grad=True)
     value = gaussian_kl(torch.zeros(3), std, 0.0, 1.0)
@@ -599,6 +637,35 @@ def test_kernel_options_are_checked():
             kernel_log_conditional(torch.ones(3, 2), "rbf", bandwidth)
     with pytest.raises(InputError, match=r"log_p has shape \(3, 3\) and log_q has shape \(4, 4\)"):
         kernel_kl(torch.zeros(3, 3), torch.zeros(4, 4))
+
+
+# ---- forward mode ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, at first use
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 1 + 1e-9, 2.0])
+def test_forward_mode_through_renyi(alpha):
+    z_p, z_q = (logits(3, 4, seed=seed).requires_grad_() for seed in (1, 2))
+
+    def divergence(p, q):
+        return renyi(p.log_softmax(-1), q.log_softmax(-1), alpha)
+
+    assert torch.autograd.gradcheck(
+        divergence, (z_p, z_q), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, at first use
+def test_forward_mode_through_gaussian_kl():
+    inputs = [x.requires_grad_() for x in gaussians(5)]
+    assert torch.autograd.gradcheck(
+        gaussian_kl, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert torch.autograd.gradgradcheck(gaussian_kl, inputs)
+    mean, std = (x.detach() for x in inputs[:2])
+    # d²KL/dσ² = 1/s² + 1/σ²: forward over reverse.
+    hessian = torch.func.hessian(lambda x: gaussian_kl(mean, x, 0.5, 2.0).sum())(std)
+    torch.testing.assert_close(hessian, torch.diag(0.25 + std**-2))
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ arguments (half precision as float32).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peerbayes.divergences import check_pair
+from peerbayes.divergences import along, check_pair
 from peerbayes.errors import InputError
 
 _LARGE = 16.0  # from here on Stirling's series is exact in float64, below it the functions of torch lose no digits
@@ -41,8 +42,9 @@ def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:
     check_pair("concentrations", alpha=alpha, beta=beta)
     dtype = torch.promote_types(torch.promote_types(alpha.dtype, beta.dtype), torch.float32)
     alpha, beta = torch.broadcast_tensors(alpha.double(), beta.double())
-    found: Tensor = _DirichletKL.apply(alpha, beta)
-    return found.to(dtype)
+    function = _DirichletKL if torch.compiler.is_compiling() else _DirichletKLWithTangents
+    divergence: Tensor = function.apply(alpha, beta)
+    return divergence.to(dtype)
 
 
 def proxy_dirichlet(log_p_members: Tensor, floor: float = 1e-8) -> Tensor:
@@ -94,25 +96,42 @@ class _DirichletKL(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        alpha, beta = ctx.saved_tensors
-        alpha_0, beta_0 = alpha.sum(-1, keepdim=True), beta.sum(-1, keepdim=True)
-        grad = grad.unsqueeze(-1)
-        by_alpha = by_beta = None
-        if ctx.needs_input_grad[0]:
-            change = (alpha - beta) * _trigamma_rest(alpha) - (alpha_0 - beta_0) * _trigamma_rest(alpha_0)
-            by_alpha = grad * (beta_0 / alpha_0 - beta / alpha + change)
-        if ctx.needs_input_grad[1]:
-            change = _digamma_rest(beta) - _digamma_rest(beta_0) - _digamma_rest(alpha) + _digamma_rest(alpha_0)
-            by_beta = grad * (((beta / beta_0) / (alpha / alpha_0)).log() + change)
-        return by_alpha, by_beta
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = _slopes(ctx.saved_tensors, ctx.needs_input_grad)
+        return tuple(None if slope is None else grad.unsqueeze(-1) * slope for slope in slopes)
+
+
+class _DirichletKLWithTangents(_DirichletKL):
+    """The same with forward-mode differentiation, which torch's compiler refuses in an autograd.Function."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return along(tangents, _slopes(ctx.saved_tensors, [tangent is not None for tangent in tangents])).sum(-1)
+
+
+def _slopes(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of `dirichlet_kl` by α and by β, those that are wanted."""
+    alpha, beta = given
+    alpha_0, beta_0 = alpha.sum(-1, keepdim=True), beta.sum(-1, keepdim=True)
+    by_alpha = by_beta = None
+    if wanted[0]:
+        change = (alpha - beta) * _trigamma_rest(alpha) - (alpha_0 - beta_0) * _trigamma_rest(alpha_0)
+        by_alpha = beta_0 / alpha_0 - beta / alpha + change
+    if wanted[1]:
+        change = _digamma_rest(beta) - _digamma_rest(beta_0) - _digamma_rest(alpha) + _digamma_rest(alpha_0)
+        by_beta = ((beta / beta_0) / (alpha / alpha_0)).log() + change
+    return by_alpha, by_beta
 
 
 def _bregman(x: Tensor, y: Tensor) -> Tensor:
-    return _lgamma_rest(x) - _lgamma_rest(y) - _digamma_rest(y) * (x - y)
+    """Return ``r(x) − r(y) − r'(y) (x − y)``; near y that is ``½ r''(y + (x − y)/3) (x − y)²``, up to (x/y − 1)²/6."""
+    step = x - y
+    close = 0.5 * _trigamma_rest(y + step / 3) * step.square()
+    return torch.where(step.abs() < 1e-4 * y, close, _lgamma_rest(x) - _lgamma_rest(y) - _digamma_rest(y) * step)
 
 
 def _lgamma_rest(x: Tensor) -> Tensor:

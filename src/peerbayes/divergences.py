@@ -6,7 +6,9 @@ value has one element for each leading element. Half precision is computed, and 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from peerbayes.errors import InputError, nearest
 
 _KERNEL_FLOOR = 1e-7  # opposite vectors have cosine kernel 0, whose logarithm has no gradient
+_SERIES = 0.1  # up to this |d| a series of d − log(1 + d) is more accurate than the difference
 _NEAR = 0.5  # below this |log Σ| the log1p form is the accurate one, above it logsumexp is
 
 
@@ -68,12 +71,17 @@ def renyi(log_p: Tensor, log_q: Tensor, alpha: float | Tensor) -> Tensor:
             raise InputError(f"alpha is {alpha}: expected a finite number that is 0 or more.")
         order = torch.full((), alpha, dtype=log_p.dtype, device=log_p.device)
         excess = torch.full((), alpha - 1, dtype=log_p.dtype, device=log_p.device)
-    divergence: Tensor = _Renyi.apply(log_p, log_q, order, excess)
+    function = _Renyi if torch.compiler.is_compiling() else _RenyiWithTangents
+    divergence: Tensor = function.apply(log_p, log_q, order, excess)
     return divergence
 
 
 def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
     r"""Elementwise ``KL(N(μ_q, σ_q²)‖N(μ_p, σ_p²)) = log(σ_p/σ_q) + (σ_q² + (μ_q − μ_p)²)/(2σ_p²) − ½``.
+
+    Value and gradients keep their digits where both Gaussians are nearly the same, in any precision: with
+    ``d = σ_q/σ_p − 1`` and ``z = (μ_q − μ_p)/σ_p`` it is computed as ``½(z² + d²) + (d − log(1 + d))``, without
+    differences of numbers near 1.
 
     Args:
         mean_q: means of the posterior, any shape; all four arguments broadcast.
@@ -87,17 +95,15 @@ def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Te
     _check_broadcast(mean_q=mean_q, std_q=std_q, mean_p=mean_p, std_p=std_p)
     if not isinstance(std_p, Tensor) and not std_p > 0:
         raise InputError(f"std_p is {std_p}: expected a number above 0.")
-    fixed = not any(isinstance(t, Tensor) and t.requires_grad for t in (mean_p, std_p))
-    shapes = [t.shape for t in (mean_q, std_q, mean_p, std_p) if isinstance(t, Tensor)]
-    if fixed and mean_q.shape == std_q.shape == torch.broadcast_shapes(*shapes):
-        found: Tensor = _KLToFixed.apply(mean_q, std_q, mean_p, std_p)
-        return found
-    ratio = std_q / std_p
-    return 0.5 * (ratio.square() - 1 + ((mean_q - mean_p) / std_p).square()) - ratio.log()
+    given = (mean_q, std_q, mean_p, std_p)
+    shape = torch.broadcast_shapes(*(t.shape for t in given if isinstance(t, Tensor)))
+    function = _GaussianKL if torch.compiler.is_compiling() else _GaussianKLWithTangents
+    divergence: Tensor = function.apply(*(t.expand(shape) if isinstance(t, Tensor) else t for t in given))
+    return divergence
 
 
-class _KLToFixed(torch.autograd.Function):
-    """`gaussian_kl` to a prior without gradients, with its own gradient in closed form.
+class _GaussianKL(torch.autograd.Function):
+    """`gaussian_kl` of arguments of one shape, or numbers, with its gradient in closed form.
 
     In a training step the KL is differentiated first, while every activation is still alive, so what autograd would
     keep and make on the way sets the peak memory of the step.
@@ -107,24 +113,64 @@ class _KLToFixed(torch.autograd.Function):
 
     @staticmethod
     def forward(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
-        ratio = std_q / std_p
-        found = ratio.square().sub_(1) + ((mean_q - mean_p) / std_p).square()
+        excess = (std_q - std_p) / std_p
+        far = excess - (std_q / std_p).log_()
+        rest = torch.where(excess.abs() < _SERIES, _minus_log1p(excess), far)
+        del far
+        squares = excess.square_() + ((mean_q - mean_p) / std_p).square_()
         # Made anew: of a result that was changed in place, what torch 2.11 compiles has no gradient (pytorch#180642).
-        return found.mul_(0.5) - ratio.log_()
+        return squares.mul_(0.5) + rest
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in inputs))
+        tensors = [t if isinstance(t, Tensor) else None for t in inputs]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
         ctx.numbers = [t if not isinstance(t, Tensor) else None for t in inputs]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-        mean_q, std_q, mean_p, std_p = (number if tensor is None else tensor for tensor, number in saved)
-        precision = std_p**-2
-        by_mean = grad * ((mean_q - mean_p) * precision)
-        by_std = grad * (std_q * precision).sub_(std_q.reciprocal())
-        return by_mean, by_std, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = _slopes(ctx, ctx.needs_input_grad)
+        return tuple(None if slope is None else grad * slope for slope in slopes)
+
+
+class _GaussianKLWithTangents(_GaussianKL):
+    """The same with forward-mode differentiation, which torch's compiler refuses in an autograd.Function."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return along(tangents, _slopes(ctx, [tangent is not None for tangent in tangents]))
+
+
+def _slopes(ctx: Any, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Return the derivatives of `gaussian_kl` by those of its four arguments that are wanted."""
+    saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+    mean_q, std_q, mean_p, std_p = (number if tensor is None else tensor for tensor, number in saved)
+    by_mean_q = by_std_q = by_mean_p = by_std_p = None
+    if wanted[0] or wanted[2]:
+        by_mean_q = (mean_q - mean_p) / std_p / std_p
+        by_mean_p = -by_mean_q if wanted[2] else None
+    if wanted[1] or wanted[3]:
+        excess = (std_q - std_p) / std_p
+        by_std_q = excess / std_q * (excess + 2) if wanted[1] else None  # σ_q/σ_p² − 1/σ_q
+        if wanted[3]:
+            by_std_p = -(excess * (excess + 2) + ((mean_q - mean_p) / std_p).square()) / std_p
+    return [by_mean_q if wanted[0] else None, by_std_q, by_mean_p, by_std_p]
+
+
+def _minus_log1p(d: Tensor) -> Tensor:
+    """Return ``d − log(1 + d)`` with all its digits where ``|d|`` is at most `_SERIES`.
+
+    With ``s = d/(2 + d)``: ``log(1 + d) = 2 artanh s`` and ``d − 2s = ds``, so it is
+    ``s (d − 2 s² (1/3 + s²/5 + s⁴/7 + ...))``, of which float32 needs three terms and float64 six.
+    """
+    s = d / (d + 2)
+    square = s.square()
+    first, *others = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3) if d.dtype == torch.float64 else (1 / 7, 1 / 5, 1 / 3)
+    series = square * first
+    for term in others:
+        series.add_(term).mul_(square)
+    return series.mul_(-2).add_(d).mul_(s)
 
 
 def wasserstein2(mean_1: Tensor, std_1: Tensor, mean_2: Tensor | float, std_2: Tensor | float) -> Tensor:
@@ -236,18 +282,40 @@ class _Renyi(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        log_p, log_q, order, excess = ctx.saved_tensors
-        tilt, log_joint, log_sum = _tilt(log_p, log_q, order, excess)
-        # softmax is exact for huge logarithms; near 0 the accurate sum makes r equal to q where P equals Q.
-        near = log_sum.abs() <= _NEAR
-        r = torch.where(near, (log_joint - log_sum).exp(), log_joint.softmax(-1))
+        by_p, by_q = _renyi_slopes(ctx.saved_tensors, ctx.needs_input_grad)
         grad = grad.unsqueeze(-1)
-        grad_p = grad * _gradient_p(log_p, log_q, order, excess, r, tilt - log_sum) if ctx.needs_input_grad[0] else None
-        grad_q = grad * (log_q.exp() - r) if ctx.needs_input_grad[1] else None
-        return grad_p, grad_q, None, None
+        return None if by_p is None else grad * by_p, None if by_q is None else grad * by_q, None, None
+
+
+class _RenyiWithTangents(_Renyi):
+    """The same with forward-mode differentiation, which torch's compiler refuses in an autograd.Function."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        slopes = _renyi_slopes(ctx.saved_tensors, [tangent is not None for tangent in tangents])
+        return along(tangents[:2], slopes).sum(-1)
+
+
+def _renyi_slopes(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of `renyi` by log p and by log q, those that are wanted."""
+    log_p, log_q, order, excess = given
+    tilt, log_joint, log_sum = _tilt(log_p, log_q, order, excess)
+    # softmax is exact for huge logarithms; near 0 the accurate sum makes r equal to q where P equals Q.
+    near = log_sum.abs() <= _NEAR
+    r = torch.where(near, (log_joint - log_sum).exp(), log_joint.softmax(-1))
+    by_p = _gradient_p(log_p, log_q, order, excess, r, tilt - log_sum) if wanted[0] else None
+    return by_p, log_q.exp() - r if wanted[1] else None
+
+
+def along(tangents: Sequence[Any], slopes: Sequence[Tensor | None]) -> Tensor:
+    """Return the sum of tangent times slope over the arguments that have a tangent."""
+    terms = (tangent * slope for tangent, slope in zip(tangents, slopes, strict=True) if slope is not None)
+    total: Tensor = functools.reduce(torch.add, terms)
+    return total
 
 
 def _gradient_p(log_p: Tensor, log_q: Tensor, order: Tensor, excess: Tensor, r: Tensor, log_ratio: Tensor) -> Tensor:

@@ -463,6 +463,20 @@ def test_a_term_that_is_annealed_is_not_called_inert_at_its_first_step():
     assert found.startswith("kl is inert for peer 'a'")
 
 
+def test_a_kl_that_begins_at_the_prior_is_called_inert_only_if_it_stays_there():
+    options = {"kl": {"weight": 1.0}, "likelihood": {"weight": 1.0}}
+    position, at_prior = Position(), {"kl": (0.0, 0.0), "likelihood": (1.0, 1.0)}
+    assert note_shares("a", at_prior, options, position) == []
+    position.stage_step = 100
+    assert note_shares("a", at_prior | {"kl": (0.5, 0.1)}, options, position) == []
+    assert len(note_shares("a", at_prior, options, position)) == 1
+    (found,) = note_shares("a", {"kl": (0.0, 3.0), "likelihood": (1.0, 1.0)}, options, Position())
+    assert found.startswith("kl is inert for peer 'a' at step 0")
+    saturated = {"weight_diversity": (0.0, 0.0), "likelihood": (1.0, 1.0)}
+    (found,) = note_shares("a", saturated, {"weight_diversity": {}, "likelihood": {}}, Position())
+    assert found.startswith("weight_diversity is inert for peer 'a' at step 0")
+
+
 def test_an_inert_term_is_named_once_a_peer_and_a_weight_of_zero_is_not():
     recorder = Recorder()
     given = {"likelihood": {}, "mutual": {"alpha": 0.0}, "kl": {"weight": 0.0}, "weight_diversity": {"scale": 1e9}}

@@ -81,13 +81,17 @@ def note_shares(
         peer: its name.
         measured: ‖∇ term‖ and the term's value, by term.
         options: of the terms; what is inert on purpose, as with a weight of 0, is not spoken of, nor the
-            first step of what is annealed.
+            first step of what is annealed, or of a KL that is 0: such a posterior is still its prior.
         position: where the run stands.
     """
     shares = position.shares[peer] = shares_of({term: norm for term, (norm, _) in measured.items()})
     wanted = {term: share for term, share in shares.items() if not _on_purpose(peer, measured[term], options[term])}
     if position.stage_step == 0:
-        wanted = {term: share for term, share in wanted.items() if not options[term].get("anneal")}
+        wanted = {
+            term: share
+            for term, share in wanted.items()
+            if not options[term].get("anneal") and (term, measured[term][1]) != ("kl", 0)
+        }
     return [
         f"{term} is inert for peer '{peer}' at step {position.step}: its share of the gradient is "
         f"{shares[term]:.0e} and its value {measured[term][1]:.3g}; change its scale or weight, or drop it"

@@ -37,7 +37,7 @@ class _Gather(torch.autograd.Function):
         ctx.rows = len(tensor)
         gathered = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, tensor.contiguous())
-        # See `peerbayes.divergences._KLToFixed`: compiled, what was written to loses its gradient.
+        # See `peerbayes.divergences._GaussianKL`: compiled, what was written to loses its gradient.
         return gathered.clone()
 
     @staticmethod
