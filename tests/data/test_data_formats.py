@@ -4,6 +4,8 @@ import gzip
 import os
 import pickle
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -320,6 +322,14 @@ FLOATS = np.linspace(0, 1, 8 * 48).reshape(8, 4, 4, 3)
         ({"train_images": pixels(0, 4, 4, 3)}, "at least one image"),
         ({"train_labels": np.arange(8) / 2}, "train_labels: labels must be integers, got float64"),
         ({"train_labels": np.arange(8) - 1}, "labels must not be negative, got -1"),
+        (
+            {"train_labels": np.arange(8, dtype=np.uint64) % 2 + 2**63},
+            "from 0, got 9223372036854775809",
+        ),
+        (
+            {"test_labels": np.full(4, 2**64 - 1, np.uint64)},
+            "test_labels: labels must be below 2, .*551615",
+        ),
         ({"train_labels": np.arange(7)}, "7 labels for 8 images"),
         ({"train_labels": np.arange(16).reshape(8, 2)}, r"labels must have shape \(N,\)"),
         ({"train_labels": np.arange(8) % 2 + 1}, "no image of class 0"),
@@ -514,6 +524,40 @@ def test_every_usual_kind_of_file_is_read(tmp_path):
     found = load_images(tmp_path)
     images, _ = found.batch(torch.arange(len(found)), torch.device("cpu"))
     assert torch.equal(images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["eps", "pdf", "ico", "pcx"])
+def test_only_the_documented_formats_are_decoded_whatever_the_name_says(tmp_path, kind):
+    picture = Image.fromarray(pixels(10, 10, 3))
+    picture.save(tmp_path / "stored", format=kind)
+    (tmp_path / "stored").rename(tmp_path / "picture.png")
+    with pytest.raises(InputError, match=r"picture\.png: cannot be decoded as an image .expected JPEG, PNG, "):
+        load_images(tmp_path)
+
+
+def test_postscript_in_an_image_is_not_run(tmp_path, monkeypatch):
+    # Pillow looks for Ghostscript as "gs" on the PATH.
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tools / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    script = (
+        "import sys\nfrom peerbayes.data import load_images\nfrom peerbayes.errors import InputError\n"
+        "try:\n    load_images(sys.argv[1])\nexcept InputError as error:\n    print(error)\n"
+    )
+    (tmp_path / "images").mkdir()
+    Image.fromarray(pixels(10, 10, 3)).save(tmp_path / "images" / "picture.eps")
+    (tmp_path / "images" / "picture.eps").rename(tmp_path / "images" / "picture.png")
+    told = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "images")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert "picture.png: cannot be decoded as an image" in told
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_class_of_one_image_is_learnt_and_not_tested(tmp_path):

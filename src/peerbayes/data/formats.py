@@ -85,6 +85,8 @@ def label_tensor(array: Array, where: str, count: int, classes: int | None = Non
         raise InputError(f"{where}: labels must not be negative, got {low}")
     if classes is not None and high >= classes:
         raise InputError(f"{where}: labels must be below {classes}, the number of classes, got {high}")
+    if high > np.iinfo(np.int64).max:  # of uint64, and negative as int64
+        raise InputError(f"{where}: labels must number the classes from 0, got {high}")
     return torch.from_numpy(array.astype(np.int64))
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +21,8 @@ from peerbayes import noise
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
 
+# By content, whatever a file is called. Pillow knows many more, and one of them (EPS) runs a program.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _CHUNK = 2048  # images that are converted at a time
 _NUMBERS = 1 << 23  # numbers that are measured at a time
 
@@ -228,10 +230,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_rgb(file: str) -> Image.Image:
-    """Decode one 8-bit image file into RGB; transparency is dropped."""
+    """Decode one 8-bit image file of `FORMATS` into RGB; transparency is dropped."""
+    if os.path.exists(file) and not os.path.isfile(file):  # a pipe would be waited for
+        raise InputError(f"{file}: is not a regular file, expected an image")
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=FORMATS) as image:
             image.load()
+    except UnidentifiedImageError as error:
+        raise InputError(f"{file}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
     except Exception as error:  # decoders raise many types on broken files
         reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
         raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
