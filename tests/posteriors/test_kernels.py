@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from peerbayes.posteriors import kernels
 from peerbayes.posteriors.kernels import FusedConv, can_fuse, conv_relu
 
 # channels, out, kernel, stride, padding, (images, height, width): every value of each at least twice; the pixels of the
@@ -117,6 +119,29 @@ def test_the_kernels_see_more_pixels_than_32_bits_can_count_bytes_of():
     found = conv_relu(x, weight, bias, (1, 1), (1, 1), x)
     expected = F.conv2d(x[-2:].double(), weight.double(), bias.double(), 1, 1) + x[-2:].double()
     assert error(found[-2:], expected.relu()) < 2
+
+
+@pytest.mark.parametrize("residual", [None, "residual"])
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize(
+    ("channels", "out", "small"),
+    [(1, 1, True), (16, 64, True), (16, 16, True), (17, 16, False), (16, 65, False), (64, 64, False)],
+)
+def test_few_channels_go_to_triton_where_it_is_and_others_to_cudnn(channels, out, small, triton, residual, monkeypatch):
+    """The kernel's tiles hold 16 channels of a tap and 64 of the result; cuDNN's are mostly empty below that."""
+    calls = []
+    for owner, name in [(torch, "cudnn_convolution_relu"), (torch, "cudnn_convolution_add_relu"), (kernels, "_launch")]:
+        monkeypatch.setattr(owner, name, lambda *arguments, name=name: calls.append((name, *arguments)), raising=False)
+    monkeypatch.setattr(kernels, "_kernel", lambda name: {"small_conv": "it"}[name] if triton else None)
+    x, weight = SimpleNamespace(is_cuda=True), torch.empty(out, channels, 3, 3)  # nothing else is asked of x
+    conv_relu(x, weight, "bias", "stride", "padding", residual)
+    if small and triton:
+        assert calls == [("_launch", x, weight, "bias", "stride", "padding", residual)]
+    elif residual is None:
+        assert calls == [("cudnn_convolution_relu", x, weight, "bias", "stride", "padding", (1, 1), 1)]
+    else:
+        rest = (residual, 1.0, "bias", "stride", "padding", (1, 1), 1)
+        assert calls == [("cudnn_convolution_add_relu", x, weight, *rest)]
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -44,6 +44,11 @@ def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> flo
     return base * stage.lr_factor**passed
 
 
+def rates_on_device(device: torch.device) -> bool:
+    """Return whether optimisers read their rates from tensors on the device, where a captured step sees them change."""
+    return device.type == "cuda"
+
+
 def make_optimizer(
     options: settings.Optimizer, groups: list[dict[str, Any]], lr: float | Tensor
 ) -> torch.optim.Optimizer:
@@ -102,7 +107,7 @@ class StageState:
         self._ratio = (stage.optimizer.scale_lr or self.lr) / self.lr
         # All optimisers hold these: of everything, and of scales.
         self._rates = [torch.tensor(self.lr * factor, device=device) for factor in (1.0, self._ratio)]
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = rates_on_device(device)
         self.optimizers = {
             owner: self._optimizer(owner, parameters) for owner, parameters in self.parameters.items() if parameters
         }
