@@ -448,7 +448,7 @@ def test_grey_images_are_corrupted_too(trained):
 
 
 def test_corrupted_images_that_are_not_there_are_told_before_anything_is_judged(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("peerbayes.reporting.records.predict_split", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("peerbayes.learning.Run.predict_split", lambda *_, **__: 1 / 0)
     found = refused(capsys, "evaluate", trained[0], "--corrupted", tmp_path, "--device", "cpu")
     assert found.startswith(f"{tmp_path}/gaussian_noise.npy: there is no such file; ")
 

@@ -1,15 +1,67 @@
-"""What users write themselves, by ``package.module:name``."""
+"""Import ``package.module:name`` of users' recipes; of run folders only where they are trusted."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from peerbayes.errors import InputError, reason
 
+_IN_RUN: ContextVar[bool] = ContextVar("in_run", default=False)
+_TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
+_ALLOWED: set[str] = set()  # what the user's recipes and trusted run folders have named in this process
+_LAST: list[str] = []  # folders that only allowed imports search, after all others
+
+
+@contextlib.contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Allow what run folders name within the block if ``trust`` is true; an outer block's trust stays in force."""
+    token = _TRUSTED.set(trust or _TRUSTED.get())
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def trust_runs(trust: bool) -> None:
+    """Allow what run folders name, in the rest of this context, if ``trust`` is true."""
+    _TRUSTED.set(trust or _TRUSTED.get())
+
+
+@contextlib.contextmanager
+def in_run() -> Iterator[None]:
+    """Treat names within the block as those of a run folder, whose imports have to be allowed."""
+    token = _IN_RUN.set(True)
+    try:
+        yield
+    finally:
+        _IN_RUN.reset(token)
+
+
+def search_last(folder: str) -> None:
+    """Search a folder for modules after all others, and for allowed imports alone."""
+    _LAST.append(folder)
+
+
+def allow(path: str, what: str) -> None:
+    """Allow ``package.module:name`` in this process; refuse it where a run folder names it that is not trusted."""
+    if _IN_RUN.get() and not _TRUSTED.get() and path not in _ALLOWED:
+        module_name, _, _ = path.partition(":")
+        raise InputError(
+            f"{what} '{path}' would import the module '{module_name}' and run its code; if you trust this run folder, "
+            "add --trust (in Python: peerbayes.load(folder, trust=True))"
+        )
+    _ALLOWED.add(path)
+
 
 def imported(path: str, what: str) -> Any:
     """Return what ``package.module:name`` names; ``what`` it is meant to be, a network say, begins the error."""
+    allow(path, what)
+    sys.path += [folder for folder in _LAST if folder not in sys.path]
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

@@ -10,7 +10,6 @@ import peerbayes
 from commands import QUIET, called, change, contents, refused, save_npz, write_small
 from peerbayes import reporting
 from peerbayes.learning import Learner, Run, load_recipe
-from peerbayes.reporting import records
 
 NOTHING = 'evaluation.out_of_distribution=["nothing"]'
 SENTENCE = "evaluation.out_of_distribution: no data set 'nothing': not a known name, and neither nothing nor "
@@ -65,7 +64,7 @@ def test_fit_refuses_it_too(place, tmp_path):
 
 @pytest.mark.parametrize("given", ["nothing", "photographs.npz"])
 def test_evaluate_refuses_outside_sets_before_it_predicts(place, tmp_path, capsys, monkeypatch, given):
-    monkeypatch.setattr(records, "predict_split", None)
+    monkeypatch.setattr(peerbayes.learning.Run, "predict_split", None)
     monkeypatch.chdir(tmp_path)
     save_npz(tmp_path / "photographs.npz", images=torch.zeros(90, 8, 8, 4, dtype=torch.uint8).numpy())
     found = refused(capsys, "evaluate", place / "run", "--ood", place / "small.npz", "--ood", given, "--device", "cpu")

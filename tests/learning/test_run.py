@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.learning import Run, environment, load, load_recipe, train
 from peerbayes.learning.run import runs_below
 from peerbayes.posteriors import Point
+from peerbayes.reporting import evaluate
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")
 
@@ -133,6 +135,25 @@ def test_the_last_epochs_have_to_be_there(runs, capsys, old, new):
     sentence = f"{runs / '1'}: metrics.jsonl has no test figures of the last 1 epochs"
     assert refused(capsys, "evaluate", runs / "1", "--device", "cpu") == sentence
     assert (runs / "1" / "evaluation.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("epochs", "last"), [(12, 10), (6, 5), (2, 3)])
+def test_the_mean_over_the_last_epochs_is_of_so_many_epochs(tmp_path, every, epochs, last):
+    changes = [f"stages.0.epochs={epochs}", f"evaluation.test_every={every}", f"evaluation.last_epochs={last}"]
+    run = train(load_recipe(write_small(tmp_path) / "source.toml", changes), tmp_path / "run", device="cpu")
+    lines, count = [line["peers"]["only"] for line in run.metrics], min(last, epochs)
+    assert ["test_nll" in line for line in lines] == [bool(every)] * (epochs - count) + [True] * count
+    found = evaluate(run, device="cpu")["last_epochs"]
+    assert found["epochs"] == count
+    for key in ("accuracy", "nll"):
+        mean = statistics.fmean(line[f"test_{key}"] for line in lines[-count:])
+        assert found["peers"]["only"][key] == pytest.approx(mean, rel=1e-12)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[-1:]))
+    if count > 1:
+        with pytest.raises(InputError, match=f"no test figures of the last {count} epochs"):
+            evaluate(run, device="cpu")
 
 
 def test_a_record_is_not_written_where_its_page_can_not_be_made(runs, capsys):

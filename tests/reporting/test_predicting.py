@@ -1,6 +1,11 @@
 """New files to a trained run: classes by name, and how unsure it is."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from peerbayes.data.recolouring import Recoloured
 from peerbayes.data.splits import ArraySplit
 from peerbayes.errors import InputError
 from peerbayes.learning import load_recipe, train
+from peerbayes.posteriors import storage
 from peerbayes.reporting import predict_inputs, prediction_table
 
 
@@ -74,6 +80,27 @@ def test_the_command_prints_a_line_a_file_or_json(run, pictures):
     assert lines[4].split()[0] == file
 
 
+@pytest.mark.parametrize(("part", "value"), [("rho/", 1e30), ("running_var", -1.0)])
+def test_weights_that_predict_no_numbers_are_refused_by_every_verb(run, pictures, tmp_path, capsys, part, value):
+    copy = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    for weights in copy.glob("weights-*.safetensors"):
+        tensors, about = storage.read(weights)
+        changed = {name: torch.full_like(tensor, value) for name, tensor in tensors.items() if part in name}
+        assert changed
+        storage.write(weights, tensors | changed, about)
+    sentences = [
+        refused(capsys, "predict", copy, pictures[0], "--device", "cpu"),
+        refused(capsys, "predict", copy, pictures[0], "--json", "--device", "cpu"),
+        refused(capsys, "evaluate", copy, "--device", "cpu"),
+        refused(capsys, "size", copy, "--evaluate", "--device", "cpu"),
+        refused(capsys, "figure", "confidence", copy, "--device", "cpu", "--out", tmp_path / "figure.png"),
+    ]
+    for sentence in sentences:
+        assert sentence.startswith(f"{copy / 'weights-scratch.safetensors'}: ")
+        assert "not numbers (NaN)" in sentence
+    assert not (tmp_path / "figure.png").exists()
+
+
 def test_names_of_classes_are_those_of_the_data(tmp_path, pictures):
     for number in range(24):
         place = tmp_path / "set" / ("dark", "light")[number % 2]
@@ -127,6 +154,25 @@ def test_what_is_no_image_is_named(run, tmp_path, capsys):
         (tmp_path / "broken.png", "broken.png: cannot be decoded as an image"),
     ):
         assert told in refused(capsys, "predict", run.folder, given, "--device", "cpu")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pipe_is_no_image_and_nobody_waits_for_it(run, tmp_path, inside):
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    command = [
+        sys.executable,
+        "-m",
+        "peerbayes",
+        "predict",
+        run.folder,
+        tmp_path if inside else pipe,
+        "--device",
+        "cpu",
+    ]
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=40, check=False)
+    assert ended.returncode == 2
+    assert f"{pipe}: is not a regular file, expected an image" in " ".join(ended.stderr.split())
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])

@@ -220,7 +220,7 @@ def test_images_from_elsewhere_have_a_table_of_their_own(records):
     assert parts[4].splitlines()[-1].split() == ["average", "0.600", "0.500", "0.500"]
     page = Page()
     page.feed(reporting.report_page(records, "h", {}))
-    assert page.seen.count("table") == 3
+    assert page.seen.count("table") == 4  # with that of images kept
     assert page.cells.count("0.910 ± 0.006") == 3
     assert "svhn, told from the test split by entropy" in page.text
 
@@ -239,7 +239,7 @@ def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
     assert [row.split("  ")[-1].strip() for row in rows] == ["1.000 ± 0.000", "2.000 ± 0.000", "1.500 ± 0.000"]
     page = Page()
     page.feed(reporting.report_page(records, "h", {}))
-    assert page.seen.count("table") == 2
+    assert page.seen.count("table") == 3  # with that of images kept
     assert "75.50 ± 0.29" in page.cells
     assert "The mean over the last 10 epochs, on the test split" in page.text
 
@@ -394,8 +394,48 @@ def test_one_draw_is_one_draw(records):
     assert " 5 draws at test" in five
 
 
+def test_retention_is_drawn_and_tabled_by_both_rankings(records):
+    for number, item in enumerate(records):
+        for judged in (*item["peers"], item.setdefault("ensemble", {"accuracy": 0.94, "nll": 0.2, "ece": 0.1})):
+            judged["selective"] = {
+                ranking: {"aurc": 0.1, "retention": {"0.2": low + number / 100, "0.75": 0.9}}
+                for ranking, low in (("entropy", 0.91), ("disagreement", 0.81))
+            }
+    panels = figures.retention_figure(records).axes
+    assert [axes.get_xlabel() for axes in panels] == [
+        f"images kept, by lowest {ranking} (%)" for ranking in ("entropy", "disagreement")
+    ]
+    text = reporting.text_table(records, retention=True)
+    page = reporting.report_page(records, "h", {})
+    for axes, low in zip(panels, (91, 81)):
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        x, y = lines["DML scratch"].get_data()
+        assert list(x) == pytest.approx([20, 75, 100])
+        assert list(y) == pytest.approx([low + 1, 90, 91])
+        ranking = axes.get_xlabel().split()[-2]
+        section = text.split(f"accuracy (%) of the images of lowest {ranking}, by the share kept:\n")[1].splitlines()
+        assert section[0].split() == ["20", "%", "75", "%"]
+        assert section[1].split() == ["DML", "scratch", f"{low + 1}.00", "±", "0.58", "90.00", "±", "0.00"]
+        assert section[4].split() == ["ensemble", f"{low + 1}.00", "±", "0.58", "90.00", "±", "0.00"]
+        assert f"<td>{low + 4}.00 ± 0.58</td>" in page
+    assert "20 %" not in reporting.text_table(records)
+
+
+def test_a_record_of_one_ranking_is_drawn_by_that_one(records):
+    del records[2:]
+    records[0]["peers"] = [{**records[0]["peers"][0], "disagreement": 0.0}]  # a point
+    records[0]["method"] = "dnn"
+    entropy, disagreement = figures.retention_figure(records).axes
+    assert [line.get_label() for line in entropy.get_lines()] == ["DNN"]
+    assert [line.get_label() for line in disagreement.get_lines()] == ["DML scratch", "DML pretrained"]
+    for kept, dropped in ((("DNN", "entropy"), ("DML", "entropy")), (("DML", "disagreement"), ("DNN", "disagreement"))):
+        section = reporting.text_table(records, retention=True).split(f"of lowest {kept[1]}, ")[1].split("\n\n")[0]
+        assert kept[0] in section
+        assert dropped[0] not in section
+
+
 def test_figures_draw_the_numbers(records):
-    axes = figures.retention_figure(records).axes[0]
+    axes = figures.retention_figure(records).axes[1]
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert set(lines) == {f"{m} {p}" for m in ("DML", "Ours") for p in ("scratch", "pretrained")}
     x, y = lines["DML scratch"].get_data()
@@ -537,6 +577,7 @@ def test_evaluation_of_a_fit_equals_metrics_worked_out_by_hand(fitted, npz):
     data = np.load(npz)
     images = torch.from_numpy(data["test_images"])[:, None]
     labels = torch.from_numpy(data["test_labels"])
+    drawn = []
     for peer in found["peers"]:
         posterior = peers[peer["name"]].eval()
         address = pb.Address(0, peer["name"], "draw")
@@ -548,8 +589,48 @@ def test_evaluation_of_a_fit_equals_metrics_worked_out_by_hand(fitted, npz):
         assert peer["accuracy"] > 0.8
         bald = torch.special.entr(mean).sum(1) - torch.special.entr(p.double()).sum(2).mean(0)
         assert peer["disagreement"] == pytest.approx(float(bald.mean()), rel=1e-2)
-        assert set(peer["retention"]) == {"0.5"}
+        right = (mean.argmax(1) == labels).numpy()
+        assert_ranked(peer, torch.special.entr(mean).sum(1), bald, right)
+        assert peer["retention"] == peer["selective"]["disagreement"]["retention"]
+        assert peer["aurc"] == peer["selective"]["disagreement"]["aurc"]
+        drawn.append(p.double())
+    both = torch.cat(drawn)  # all draws of all peers are draws of one ensemble
+    mean = both.mean(0)
+    bald = torch.special.entr(mean).sum(1) - torch.special.entr(both).sum(2).mean(0)
+    assert_ranked(found["ensemble"], torch.special.entr(mean).sum(1), bald, (mean.argmax(1) == labels).numpy())
     assert found["cohort"]["pairwise_diversity"] > 0
+
+
+def assert_ranked(judged, entropy, disagreement, right):
+    assert set(judged["selective"]) == {"entropy", "disagreement"}
+    for ranking, uncertainty in (("entropy", entropy), ("disagreement", disagreement)):
+        surest_first = right[np.argsort(uncertainty.numpy())].astype(float)
+        found = judged["selective"][ranking]
+        half = surest_first[: len(right) // 2].mean()
+        assert found["retention"] == {"0.5": pytest.approx(half, abs=0.04)}  # one image of 30: float32 orders near ties
+        risk = 1 - surest_first.cumsum() / np.arange(1, len(right) + 1)
+        assert found["aurc"] == pytest.approx(risk.mean(), abs=2e-2)
+
+
+def test_a_point_disagrees_nowhere_so_its_accuracy_is_the_same_at_every_share(npz, tmp_path):
+    (tmp_path / "own.toml").write_text(RECIPE.replace("retention = [0.5]", "retention = [0.1, 0.5]"))
+    torch.manual_seed(0)
+    peers = {"only": pb.Point(Own())}
+    changes = ["stages.0.epochs=1", "stages.0.optimizer.lr=1e-3", "stages.0.terms={likelihood={}}"]
+    recipe = pb.load_recipe(tmp_path / "own.toml", changes)
+    run = pb.fit(peers, data=npz, recipe=recipe, run=tmp_path / "run")
+    (peer,) = pb.evaluate(run, device="cpu")["peers"]
+    assert peer["disagreement"] == 0
+    assert 0.2 < peer["accuracy"] < 1  # some are wrong, so that an order by chance would show
+    expected = {"0.1": pytest.approx(peer["accuracy"]), "0.5": pytest.approx(peer["accuracy"])}
+    assert peer["selective"]["disagreement"]["retention"] == expected
+    data = np.load(npz)
+    p = peers["only"].predict(torch.from_numpy(data["test_images"])[:, None]).probabilities.numpy()
+    right = (p.argmax(1) == data["test_labels"])[stats.entropy(p, axis=1).argsort()]
+    expected = {"0.1": pytest.approx(right[:6].mean()), "0.5": pytest.approx(right[:30].mean())}
+    assert peer["selective"]["entropy"]["retention"] == expected
+    assert right[:30].mean() != pytest.approx(right.mean())
+    assert peer["retention"] == peer["selective"]["entropy"]["retention"]
 
 
 def test_figures_out_of_distribution_are_those_of_scikit_learn(fitted, npz, tmp_path):

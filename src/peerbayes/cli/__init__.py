@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import warnings
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
         with _spoken_warnings():
-            code = app(arguments, standalone_mode=False) or 0
+            code = contextvars.copy_context().run(app, arguments, standalone_mode=False) or 0
         if code == 130:  # typer's word for an interrupt
             raise KeyboardInterrupt
         sys.exit(code)

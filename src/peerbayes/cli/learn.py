@@ -25,10 +25,12 @@ from peerbayes.cli.options import (
     Resume,
     Seed,
     Seeds,
+    Trust,
     parse_seeds,
 )
 from peerbayes.cli.showing import judge, reporter, show
 from peerbayes.errors import InputError, TrainingError
+from peerbayes.importing import trust_runs
 
 if TYPE_CHECKING:
     from peerbayes.learning import Job, Run
@@ -83,6 +85,7 @@ def train(
     synchronise: Annotated[
         bool, typer.Option("--synchronise", help="With torchrun: batch-norm and kernels over all processes.")
     ] = False,
+    trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -92,6 +95,7 @@ def train(
     """
     from peerbayes import learning
 
+    trust_runs(trust)
     if len(set(recipes)) < len(recipes):
         raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
     if seeds is not None and seed:
@@ -167,12 +171,14 @@ def distill(
     checkpoint_every: CheckpointEvery = None,
     engine: AsInTrain = Engine.auto,
     precision: PrecisionAsInTrain = Precision.auto,
+    trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Distil trained runs into one plain network, on the data that they have learnt."""
     from peerbayes import learning
 
+    trust_runs(trust)
     recipe = learning.recipe_into(into, runs, changes)
     job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
@@ -200,12 +206,14 @@ def compress(
     checkpoint_every: CheckpointEvery = None,
     engine: AsInTrain = Engine.auto,
     precision: PrecisionAsInTrain = Precision.auto,
+    trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
     from peerbayes import learning
 
+    trust_runs(trust)
     *before, job = learning.compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every

@@ -9,25 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
-from peerbayes.cli.options import DataRoot, Device, Json
+from peerbayes.cli.options import DataRoot, Device, Json, Trust
 from peerbayes.cli.showing import judge, show, waiting
 from peerbayes.errors import InputError
+from peerbayes.importing import in_run, trust_runs
 
 
 def recipes(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.")
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one, complete with its defaults."""
     from peerbayes.learning import load_recipe, packaged
 
+    trust_runs(trust)
     words = words or ["list"]
     if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] != "show"):
         raise InputError(f"recipes {' '.join(words)}: expected 'list' or 'show NAME'")
     if words != ["list"]:
-        recipe = load_recipe(words[-1])
+        with in_run():  # a recipe that is shown may be anybody's
+            recipe = load_recipe(words[-1])
         typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
     found = {key: load_recipe(key) for key in packaged()}
@@ -60,11 +64,15 @@ def evaluate(
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Also after temperature scaling on the validation split.")
     ] = False,
+    retention: Annotated[
+        bool, typer.Option("--retention", help="Also the accuracy of the images of lowest entropy and disagreement.")
+    ] = False,
     sort_peers: Annotated[
         bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
     ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Judge trained runs on their test split; a table over seeds with error bars.
@@ -73,6 +81,7 @@ def evaluate(
     """
     from peerbayes import learning, reporting
 
+    trust_runs(trust)
     folders = [folder for given in runs for folder in reporting.find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
@@ -94,7 +103,7 @@ def evaluate(
                 reporting.write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
-    show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers)
+    show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
 def predict(
@@ -105,6 +114,7 @@ def predict(
     ],
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     device: Device = "auto",
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Predict new images or texts: their classes, and how unsure the network is of them.
@@ -113,6 +123,7 @@ def predict(
     """
     from peerbayes import reporting
 
+    trust_runs(trust)
     with waiting():
         found = reporting.predict_inputs(run, inputs, draws=draws, device=device)
     typer.echo(json.dumps(found, indent=1) if as_json else reporting.prediction_table(found))
@@ -125,11 +136,13 @@ def size(
     ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
     from peerbayes import reporting
 
+    trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
         found = [record for run in runs for record in reporting.sizes(run, **how)]
@@ -159,11 +172,13 @@ def figure(
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
     from peerbayes import reporting
 
+    trust_runs(trust)
     options: dict[str, Any] = {
         "by_peer": by_peer,
         "layer": layer,

@@ -20,6 +20,13 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Where data sets lie.", envvar="PEERBAYES_DATA", show_default="~/.cache/peerbayes/data"),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import what run folders name as package.module:name, which runs its code.",
+    ),
+]
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
+from peerbayes.importing import in_run
 from peerbayes.learning.building import blank_shared, shared_of
 from peerbayes.learning.distribution import ALONE
 from peerbayes.learning.fitting import fit, refuse_infinite
@@ -262,7 +263,8 @@ def source_weights(run: Run, name: str) -> Path | None:
     """Return the weights file that a peer of a run started from; None where there was none, or is none any more."""
     peer = next(peer for peer in run.recipe.peers if peer.name == name)
     try:
-        source = source_of(peer, run.recipe, run.seed, run.folder.parent)
+        with in_run():
+            source = source_of(peer, run.recipe, run.seed, run.folder.parent)
     except InputError:
         return None
     if isinstance(source, Job):

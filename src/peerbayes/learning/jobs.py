@@ -13,6 +13,7 @@ import torch
 from peerbayes import data as data_room
 from peerbayes.data import Dataset, Vocabulary
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
+from peerbayes.importing import allow
 from peerbayes.learning.building import build_peers, build_teachers
 from peerbayes.learning.checking import check, check_outside
 from peerbayes.learning.folder import origins_of, refuse_occupied, refuse_other_origins
@@ -147,6 +148,10 @@ def refuse_changed_sources(job: Job, loaded: Loaded) -> None:
 
 
 def _completed(job: Job) -> Job:
+    """Return a job with full paths and what it leaves to its teachers; whoever trains it allows its networks."""
+    for peer in job.recipe.peers:
+        if ":" in peer.network:
+            allow(peer.network, "network")
     return replace(job, recipe=fitted_to_teachers(with_full_path(job.recipe)))
 
 

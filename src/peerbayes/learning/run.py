@@ -13,20 +13,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from pydantic import model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from peerbayes import networks
-from peerbayes.data import Dataset, Vocabulary
-from peerbayes.errors import InputError, UnknownPeer, nearest
+from peerbayes.data import Dataset, Split, Vocabulary
+from peerbayes.errors import InputError, UnknownPeer, nearest, within
+from peerbayes.importing import allow, in_run, trusting
 from peerbayes.learning.inputs import load_data, refuse_other_words
-from peerbayes.learning.recipe import load_recipe
+from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.settings import CUSTOM
-from peerbayes.posteriors import Posterior, storage
+from peerbayes.posteriors import Posterior, predict_split, storage
 from peerbayes.schema import Strict, Table
 
 NAMED = 5  # runs that a sentence lists
@@ -100,13 +102,21 @@ class Account(Table):
 
 
 class Run(Mapping[str, Posterior]):
-    """A run folder; its peers by name."""
+    """A run folder; its peers by name.
 
-    def __init__(self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None) -> None:
+    Args:
+        folder: the run folder.
+        networks_by_peer: networks that no recipe could build.
+        trust: allow what its recipe names as ``package.module:name``, in this process.
+    """
+
+    def __init__(
+        self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None, *, trust: bool = False
+    ) -> None:
         self.folder = Path(folder)
         if not (self.folder / "recipe.toml").is_file():
             raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
-        self.recipe = load_recipe(self.folder / "recipe.toml")
+        self.recipe = read_recipe(self.folder, networks_by_peer or (), trust=trust)
         self.about: dict[str, Any] = read_json(self.folder / "run.json")
         _About.parse(self.about, str(self.folder / "run.json"))
         if not isinstance(given := cast(Any, networks_by_peer), Mapping | None):
@@ -225,6 +235,39 @@ class Run(Mapping[str, Posterior]):
             posterior.generation, posterior.home = self.about.get("generation", 0), home(self.folder)
         return self._loaded[peer]
 
+    def predict_split(
+        self,
+        peer: str,
+        split: Split,
+        draws: int,
+        device: torch.device,
+        *,
+        posterior: Posterior | None = None,
+        settle: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predict a split with the draws of a peer; refuse predictions that are not numbers.
+
+        Args:
+            peer: its name.
+            split: what to predict.
+            draws: draws averaged.
+            device: where to predict.
+            posterior: another form of the peer, which predicts in its stead.
+            settle: stop drawing for an image once its class is settled at this error level.
+
+        Returns:
+            see `peerbayes.posteriors.predict_split`.
+        """
+        posterior = (self[peer] if posterior is None else posterior).to(device)
+        predicted = predict_split(posterior, split, draws, seed=self.seed, name=peer, settle=settle)
+        bad = int(predicted[0].isnan().any(1).sum())
+        if bad:
+            raise InputError(
+                f"{self.weights_file(peer)}: {bad} of {len(predicted[0])} predictions are not numbers (NaN); a weight, "
+                "a scale or a statistic of batch-norm is out of range"
+            )
+        return predicted
+
     def _network(self, peer: str) -> nn.Module:
         if self._networks is not None:
             if peer not in self._networks:
@@ -237,7 +280,8 @@ class Run(Mapping[str, Posterior]):
                 f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "
                 f"peerbayes.load(folder, networks={{'{peer}': ...}})"
             )
-        return networks.build(name, networks.Inputs(**_tuples(self.said("inputs"))))
+        with in_run():
+            return networks.build(name, networks.Inputs(**_tuples(self.said("inputs"))))
 
     def __repr__(self) -> str:
         state = "" if self.finished else ", not finished"
@@ -250,14 +294,32 @@ class Run(Mapping[str, Posterior]):
         return len(self.recipe.peers)
 
 
-def peers_at(path: str | Path) -> tuple[Run, list[str]]:
+def read_recipe(folder: Path, given: Container[str] = (), *, trust: bool = False) -> Recipe:
+    """Read the recipe of a run folder; refuse one that would import something, unless it is trusted.
+
+    Args:
+        folder: the run folder.
+        given: names of peers whose networks are not imported.
+        trust: allow what the recipe names as ``package.module:name``.
+    """
+    path = folder / "recipe.toml"
+    with trusting(trust), in_run():
+        recipe = load_recipe(path)
+        for peer in recipe.peers:
+            if ":" in peer.network and peer.name not in given:
+                with within(f"{path}: peer '{peer.name}'"):
+                    allow(peer.network, "network")
+    return recipe
+
+
+def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
     """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
     path = Path(path).expanduser()
     if path.suffix == ".safetensors" and not path.exists():
         raise InputError(f"{path}: there is no such file")
     if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
         raise InputError(f"{path}: not a weights file of a run (there is no recipe.toml beside it)")
-    run = Run(path.parent if path.suffix == ".safetensors" else path)
+    run = Run(path.parent if path.suffix == ".safetensors" else path, trust=trust)
     names = [name for name in run if path in (run.folder, run.weights_file(name))]
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
@@ -307,9 +369,15 @@ def _by_number(name: str) -> list[str | float]:
     return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
-def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None) -> Run:
-    """Open a run; ``networks`` by peer are needed where they did not come from a recipe."""
-    return Run(folder, networks)
+def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None, *, trust: bool = False) -> Run:
+    """Open a run.
+
+    Args:
+        folder: the run folder.
+        networks: by peer; needed where they did not come from a recipe.
+        trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
+    """
+    return Run(folder, networks, trust=trust)
 
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:

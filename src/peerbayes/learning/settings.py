@@ -290,11 +290,12 @@ class Evaluation(Strict):
     Attributes:
         draws: draws averaged by stochastic posteriors.
         test_every: epochs between two looks at the test split during training, for curves; 0 for none.
-        last_epochs: also report the mean over the looks of the last so many epochs, as some papers do; 0 for none.
+        last_epochs: also report the mean over the last so many epochs, as some papers do; 0 for none. These epochs are
+            evaluated on the test split whatever ``test_every`` is.
         keep: the peers as they are at the ``last`` epoch, or at the ``best`` one of the last stage by accuracy on the
             validation split, each peer by itself.
         out_of_distribution: data sets whose images the peers should be unsure of.
-        retention: fractions of images kept by lowest disagreement.
+        retention: fractions of images kept, by lowest entropy and by lowest disagreement.
     """
 
     draws: PositiveInt = 50

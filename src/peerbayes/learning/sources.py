@@ -11,7 +11,7 @@ from typing import Any
 from peerbayes.errors import InputError, within
 from peerbayes.learning.perturbing import SEVERAL
 from peerbayes.learning.recipe import Recipe, is_recipe, load_recipe, packaged
-from peerbayes.learning.run import TAUGHT_BY, Run, default_folder, peer_called, peers_at, read_json
+from peerbayes.learning.run import TAUGHT_BY, Run, default_folder, peer_called, peers_at, read_json, read_recipe
 from peerbayes.learning.settings import Peer
 from peerbayes.learning.settings import Shared as SharedOptions
 from peerbayes.posteriors import Posterior
@@ -136,7 +136,7 @@ def fitted_to_teachers(recipe: Recipe) -> Recipe:
         with within("teachers.runs"):
             if folder.is_dir() and not (folder / "recipe.toml").is_file():
                 peers_at(path)  # knows what is wrong with it
-            known.append(load_recipe(folder / "recipe.toml") if folder.is_dir() else _recipe_of(source))
+            known.append(read_recipe(folder) if folder.is_dir() else _recipe_of(source))
         where = str(folder.resolve()) if folder.exists() else source
         file = path.name if folder != path else None
         at_hand[source] = [p for p in known[-1].peers if file in (None, f"weights-{p.name}.safetensors")]

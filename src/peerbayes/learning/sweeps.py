@@ -33,7 +33,7 @@ from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study
 from peerbayes.learning.study_storage import hide_password, reaching, require_optuna
-from peerbayes.posteriors import predict_split, storage
+from peerbayes.posteriors import storage
 
 Objective = Literal["nll", "accuracy", "ece"]
 Row = dict[str, Any]
@@ -271,8 +271,7 @@ class _Trainer:
         options = run.recipe.evaluation
         found = []
         for name in run:
-            posterior = run[name].to(self.how["device"])
-            log_p, labels, _, _ = predict_split(posterior, held, options.draws, seed=run.seed, name=name)
+            log_p, labels, _, _ = run.predict_split(name, held, options.draws, self.how["device"])
             found.append({
                 "accuracy": evaluation.accuracy(log_p.exp(), labels),
                 "nll": evaluation.nll_from_log(log_p, labels),

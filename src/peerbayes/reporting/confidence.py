@@ -16,7 +16,6 @@ from peerbayes.data import Split, load_outside
 from peerbayes.evaluation import confidence_by_class, confidence_overall
 from peerbayes.learning import Run
 from peerbayes.learning.hardware import pick_device
-from peerbayes.posteriors import predict_split
 from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.groups import by_setting, experiment_of, open_runs
 from peerbayes.reporting.records import Record, plain
@@ -61,7 +60,7 @@ def _pooled(runs: Mapping[int, Run], peer: str, split: Split, device: str) -> tu
     where, found = pick_device(device), []
     for run in runs.values():
         draws = run.recipe.evaluation.draws
-        found.append(predict_split(run[peer].to(where), split, draws, seed=run.seed, name=peer)[:2])
+        found.append(run.predict_split(peer, split, draws, where)[:2])
     log_p, labels = (torch.cat(part) for part in zip(*found, strict=True))
     return log_p, labels
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from peerbayes.errors import InputError, nearest
+from peerbayes.importing import trusting
 from peerbayes.posteriors import storage
 from peerbayes.reporting import against_bytes, confidence, distilled, entropy, pipeline, weights
 from peerbayes.reporting import alphas as numbers
@@ -49,6 +50,7 @@ def write_figure(
     ood: Sequence[str] = (),
     device: str = "auto",
     root: str | Path | None = None,
+    trust: bool = False,
 ) -> tuple[Path, Record]:
     """Draw a figure of some runs into a file, and return its path and the numbers behind it.
 
@@ -61,6 +63,7 @@ def write_figure(
         ood: data sets from elsewhere, by default those of the recipes; for ``entropy``.
         device: where those that run networks are measured: `MEASURED`.
         root: data root.
+        trust: allow what the recipes of runs name as ``package.module:name``.
     """
     if name not in NAMES:
         raise InputError(f"there is no figure '{name}'{nearest(name, NAMES)}")
@@ -80,7 +83,8 @@ def write_figure(
     options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
     options |= {"by_peer": by_peer} if name in BY_PEER else {}
     options |= {"layer": layer} if name == "posterior" else {"ood": ood} if name == "entropy" else {}
-    found = {"figure": name, **(compute(runs, **options) if runs else compute())}
+    with trusting(trust):
+        found = {"figure": name, **(compute(runs, **options) if runs else compute())}
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
         draw(found).savefig(buffer, format=path.suffix[1:].lower())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from peerbayes.posteriors import storage
 from peerbayes.reporting.records import Record
-from peerbayes.reporting.tables import grouped, title
+from peerbayes.reporting.tables import RANKINGS, grouped, retention_by, title
 
 MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
@@ -63,20 +63,25 @@ def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> 
 
 
 def retention_figure(records: Sequence[Record]) -> Figure:
-    """Accuracy of the images kept, against the share kept by lowest disagreement; a band of one standard error."""
-    figure, axes = new_axes()
-    for name, peers, colour, style in _series(records):
-        kept = [float(fraction) for fraction in peers[0]["retention"]] + [1.0]
-        values = np.array([[*peer["retention"].values(), peer["accuracy"]] for peer in peers]) * 100
-        axes.plot(np.array(kept) * 100, values.mean(0), style, color=colour, label=name, marker="o", markersize=3)
-        if len(values) > 1:
-            error = values.std(0, ddof=1) / math.sqrt(len(values))
-            axes.fill_between(
-                np.array(kept) * 100, values.mean(0) - error, values.mean(0) + error, color=colour, alpha=0.12, lw=0
-            )
-    axes.set_xlabel("images kept, by lowest disagreement (%)")
-    axes.set_ylabel("accuracy of those kept (%)")
-    axes.legend(frameon=False, fontsize=8)
+    """Draw the accuracy of the images kept against the share kept, a panel a ranking; a band of one standard error."""
+    figure, (row,) = panels(1, len(RANKINGS), height=4.0)
+    for ranking, axes in zip(RANKINGS, row, strict=True):
+        for name, peers, colour, style in _series(records):
+            curves = [(retention_by(ranking, peer), peer["accuracy"]) for peer in peers]
+            measured = [{**curve, "1.0": accuracy} for curve, accuracy in curves if curve is not None]
+            if not measured:
+                continue
+            kept = np.array([float(share) for share in measured[0]]) * 100
+            values = np.array([list(curve.values()) for curve in measured]) * 100
+            mean = values.mean(0)
+            axes.plot(kept, mean, style, color=colour, label=name, marker="o", markersize=3)
+            if len(values) > 1:
+                error = values.std(0, ddof=1) / math.sqrt(len(values))
+                axes.fill_between(kept, mean - error, mean + error, color=colour, alpha=0.12, lw=0)
+        axes.set_xlabel(f"images kept, by lowest {ranking} (%)")
+        axes.set_ylabel("accuracy of those kept (%)")
+        if axes.get_lines():
+            axes.legend(frameon=False, fontsize=8)
     return figure
 
 

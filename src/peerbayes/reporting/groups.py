@@ -13,6 +13,7 @@ from pydantic import Field
 
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.evaluation import summarise
+from peerbayes.importing import in_run
 from peerbayes.learning import Run
 from peerbayes.learning.run import read_json
 from peerbayes.learning.settings import CUSTOM
@@ -122,7 +123,8 @@ def _why_not(run: Run, finished: bool, own: bool) -> str:
 
 
 def _started_from(run: Run) -> set[Path]:
-    sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
+    with in_run():
+        sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
     return {(source.folder if isinstance(source, Job) else source.parent).resolve() for source in sources if source}
 
 

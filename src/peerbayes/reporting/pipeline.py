@@ -17,6 +17,7 @@ from torch import Tensor
 from peerbayes.data import to_unit
 from peerbayes.errors import InputError, within
 from peerbayes.evaluation import Summary, summarise
+from peerbayes.importing import in_run
 from peerbayes.learning import Run
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import peers_at
@@ -65,10 +66,10 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
 def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[str]]]:
     """Return the runs that a run needed, each with the peers that it needed, as they were made; then itself."""
     recipe, job = run.recipe, Job(run.recipe, run.folder, run.seed)
-    wanted: list[tuple[Path | Job | None, Teachers | None]] = [
-        (source_of(peer, recipe, run.seed, run.folder.parent), None) for peer in recipe.peers
-    ]
-    wanted += [(source, recipe.teachers) for source in teacher_sources(job)]
+    wanted: list[tuple[Path | Job | None, Teachers | None]] = []
+    with in_run():
+        wanted += [(source_of(peer, recipe, run.seed, run.folder.parent), None) for peer in recipe.peers]
+        wanted += [(source, recipe.teachers) for source in teacher_sources(job)]
     found: dict[Path, tuple[Run, list[str]]] = {}
     for source, teachers in wanted:
         if source is None:

@@ -17,7 +17,6 @@ from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import Run, peers_at
-from peerbayes.posteriors import predict_split
 from peerbayes.posteriors.prediction import entropy_of
 from peerbayes.reporting.outside import mean_of
 from peerbayes.reporting.records import Record
@@ -30,6 +29,7 @@ def predict_inputs(
     *,
     draws: int | None = None,
     device: str | torch.device = "auto",
+    trust: bool = False,
 ) -> list[Record]:
     """Return the class of each input, its probability, and how unsure the network is; peers of a run predict as one.
 
@@ -38,11 +38,12 @@ def predict_inputs(
         inputs: image files and folders of images; for a run of texts, text files with a text a line, and texts.
         draws: of each peer; by default as many as the recipe judges with.
         device: where to predict.
+        trust: allow what the run's recipe names as ``package.module:name``.
     """
     inputs = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     if not inputs:
         raise InputError("there is nothing to predict: expected image files, folders or texts")
-    run, names = peers_at(path)
+    run, names = peers_at(path, trust=trust)
     where, vocabulary = pick_device(device), run.vocabulary
     draws = run.recipe.evaluation.draws if draws is None else draws
     split: Split
@@ -52,7 +53,7 @@ def predict_inputs(
     else:
         labels = _texts(inputs)
         split = ArraySplit(vocabulary.encode(labels), None)
-    found = [predict_split(run[name].to(where), split, draws, seed=run.seed, name=name) for name in names]
+    found = [run.predict_split(name, split, draws, where) for name in names]
     log_p = torch.stack([own for own, *_ in found])
     expected = torch.stack([entropy_of(own) - disagreement for own, _, disagreement, _ in found]).mean(0)
     return _records(run, "text" if vocabulary is not None else "file", labels, mean_of(log_p), expected)

@@ -17,7 +17,8 @@ from peerbayes.learning import Run, environment
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.recipe import changes_of
 from peerbayes.learning.run import runs_below
-from peerbayes.posteriors import Posterior, RankOne, Shared, predict_split, storage
+from peerbayes.posteriors import Posterior, RankOne, Shared, storage
+from peerbayes.posteriors.prediction import entropy_of
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
 from peerbayes.terms.mutual import lessons
@@ -36,6 +37,7 @@ def evaluate(
     data: Dataset | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
+    trust: bool = False,
 ) -> Record:
     """Judge every peer of a finished run on its test split, and return the record.
 
@@ -50,8 +52,9 @@ def evaluate(
         data: the data set, where the run was given one in memory; by default it is loaded by name.
         device: where to predict.
         root: data root.
+        trust: allow what the recipe of a run folder names as ``package.module:name``.
     """
-    run = run if isinstance(run, Run) else Run(run)
+    run = run if isinstance(run, Run) else Run(run, trust=trust)
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws
     if isinstance(out_of_distribution, str):
@@ -66,17 +69,17 @@ def evaluate(
         check_corrupted(loaded, str(corrupted))
     foreign = {other: load_outside(other, loaded, root) for other in outside}
     log_outside: dict[str, list[Tensor]] = {other: [] for other in outside}
-    peers, log_probabilities, held = [], [], []
+    peers, log_probabilities, expected, held = [], [], [], []
 
     def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
-        return predict_split(posterior, split, draws, seed=run.seed, name=peer, settle=settle)[0]
+        return run.predict_split(peer, split, draws, where, posterior=posterior, settle=settle)[0]
 
     def judge(log_p: Tensor, valid: Tensor | None) -> Record:
         return _judge_mean(log_p, valid, loaded, options.ece_bins)
 
     for name in run:
         posterior = run[name].to(where)
-        found, log_p, valid = _judge(posterior, name, run, loaded, draws, settle)
+        found, log_p, disagreement, valid = _judge(posterior, name, run, loaded, draws, settle)
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
@@ -84,6 +87,7 @@ def evaluate(
             found["averaged"] = judge_averages(posterior, name, loaded, run.recipe.data.augment, predict, judge)
         peers.append(found)
         log_probabilities.append(log_p)
+        expected.append(entropy_of(log_p) - disagreement)  # (1/S) Σ_s H[p_s]
         held.append(valid)
     record: Record = {
         "recipe": run.recipe.name,
@@ -120,10 +124,13 @@ def evaluate(
             "disagreement_rate": evaluation.disagreement_rate(stacked),
             "probability_variance": evaluation.probability_variance(stacked),
         }
-        record["ensemble"] = _ensemble(stacked, held, loaded, options.ece_bins)
+        mean, validated = mean_of(stacked), [one for one in held if one is not None]
+        record["ensemble"] = judge(mean, mean_of(torch.stack(validated)) if validated else None)
+        disagreement = (entropy_of(mean) - torch.stack(expected).mean(0)).clamp_min(0)
+        record["ensemble"]["selective"] = _selective(mean, disagreement, _labels(loaded.test), options.retention)
         for other, found_outside in log_outside.items():
-            both = mean_of(stacked), mean_of(torch.stack(found_outside))
-            record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(*both)
+            outer = mean_of(torch.stack(found_outside))
+            record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(mean, outer)
     if corrupted is not None:
         posteriors = {name: run[name].to(where) for name in run}
         bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)
@@ -136,13 +143,15 @@ def evaluate(
 
 def _last_epochs(run: Run, count: int) -> Record:
     """Return the mean of the looks at the test split over the last epochs, by peer."""
-    metrics = run.metrics
-    lines = [line for line in metrics if line["step"] > metrics[-1]["step"] * (1 - count / run.recipe.epochs)]
+    metrics, epochs = run.metrics, run.recipe.epochs
+    count = min(count, epochs)
+    # Every epoch has the same number of steps; whole numbers, because a fraction of them is rounded.
+    lines = [line for line in metrics if line["step"] * epochs > metrics[-1]["step"] * (epochs - count)]
     peers = {name: [line["peers"].get(name, {}) for line in lines] for name in run}
-    if not lines or any("test_nll" not in look for looks in peers.values() for look in looks):
+    if len(lines) != count or any("test_nll" not in look for looks in peers.values() for look in looks):
         raise InputError(f"{run.folder}: metrics.jsonl has no test figures of the last {count} epochs")
     return {
-        "epochs": len(lines),
+        "epochs": count,
         "peers": {
             name: {key: sum(look[f"test_{key}"] for look in looks) / len(looks) for key in ("accuracy", "nll")}
             for name, looks in peers.items()
@@ -152,17 +161,13 @@ def _last_epochs(run: Run, count: int) -> Record:
 
 def _judge(
     posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, settle: float | None
-) -> tuple[Record, Tensor, Tensor | None]:
-    """Return a peer's figures, its log-probabilities on the test split, and those on the validation split."""
+) -> tuple[Record, Tensor, Tensor, Tensor | None]:
+    """Return a peer's figures, log p̄ and disagreement on the test split, and log p̄ on the validation split."""
     options = run.recipe.evaluation
-    log_p, labels, disagreement, spent = predict_split(
-        posterior, loaded.test, draws, seed=run.seed, name=name, settle=settle
-    )
+    log_p, labels, disagreement, spent = run.predict_split(name, loaded.test, draws, posterior.device, settle=settle)
     p = log_p.exp()
     diagram = evaluation.reliability(p, labels, options.ece_bins)
-    # A point posterior never disagrees with itself: its entropy takes the place.
-    unsure = disagreement if posterior.stochastic else torch.special.entr(p).sum(-1)
-    correct = log_p.argmax(-1) == labels
+    selective = _selective(log_p, disagreement, labels, options.retention)
     found: Record = {
         "name": name,
         "bytes": run.weights_file(name).stat().st_size,
@@ -171,12 +176,9 @@ def _judge(
         "ece": diagram.error,
         "adaptive_ece": evaluation.adaptive_ece(p, labels, options.ece_bins),
         "brier": evaluation.brier(p, labels),
-        "aurc": evaluation.aurc(unsure, correct),
-        "retention": dict(
-            zip(
-                map(str, options.retention), evaluation.retention_curve(unsure, correct, options.retention), strict=True
-            )
-        ),
+        # By disagreement, which a point posterior has not: by its entropy.
+        **selective["disagreement" if posterior.stochastic else "entropy"],
+        "selective": selective,
         "disagreement": float(disagreement.mean()),
         "draws_spent": float(spent.double().mean()),
         "reliability": {
@@ -192,17 +194,35 @@ def _judge(
             found["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}
     held: Tensor | None = None
     if loaded.validation is not None:
-        held = predict_split(posterior, loaded.validation, draws, seed=run.seed, name=name, settle=settle)[0]
+        held = run.predict_split(name, loaded.validation, draws, posterior.device, settle=settle)[0]
         found |= _recalibrated(held, loaded.validation, log_p, labels, options.ece_bins)
     if loaded.soft_labels is not None:
         found["human_cross_entropy"] = evaluation.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
-    return found, log_p, held
+    return found, log_p, disagreement, held
 
 
-def _ensemble(log_p: Tensor, held: Sequence[Tensor | None], loaded: Dataset, bins: int) -> Record:
-    """Return the figures of all peers as one, p̄ = (1/K) Σ_k p_k, for log-probabilities (K, N, C)."""
-    valid = [one for one in held if one is not None]
-    return _judge_mean(mean_of(log_p), mean_of(torch.stack(valid)) if valid else None, loaded, bins)
+def _selective(log_p: Tensor, disagreement: Tensor, labels: Tensor, fractions: Sequence[float]) -> Record:
+    """Return the area under the risk-coverage curve and the accuracy of the images kept, by entropy and disagreement.
+
+    All images of a point posterior have a disagreement of 0. Ranked by that, any share has the accuracy of all images.
+
+    Args:
+        log_p: log p̄ (N, C).
+        disagreement: H[p̄] − (1/S) Σ_s H[p_s] (N,).
+        labels: (N,).
+        fractions: shares to keep.
+    """
+    correct = log_p.argmax(-1) == labels
+    rankings = {"entropy": entropy_of(log_p), "disagreement": disagreement}
+    return {
+        ranking: {
+            "aurc": evaluation.aurc(unsure, correct),
+            "retention": dict(
+                zip(map(str, fractions), evaluation.retention_curve(unsure, correct, fractions), strict=True)
+            ),
+        }
+        for ranking, unsure in rankings.items()
+    }
 
 
 def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:

@@ -25,7 +25,8 @@ def report_page(
 ) -> str:
     """Return the page for some records; by caption, ``metrics`` are epochs' lines to draw, ``more`` other figures."""
     drawn = [
-        ("Accuracy on the images a peer is surest of. A point has no disagreement; its entropy takes the place.",
+        ("Accuracy on the images a peer is surest of, by entropy and by disagreement. A point's disagreement is 0 for "
+         "every image, so its line is flat there: the accuracy of all images.",
          figures.retention_figure(records)),
         ("Reliability: accuracy against confidence.", figures.reliability_figure(records)),
         *((f"Entropy of predictions, on the test split and on {other}.", figures.entropy_figure(records, other))
@@ -43,6 +44,7 @@ def report_page(
         subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
         main=_table(records, tables.FIGURES),
         last={heading: _table(found, tables.LAST) for heading, found in tables.last_headings(records).items()},
+        kept={heading: _table(*found) for heading, found in tables.retention_headings(records).items()},
         outside={
             other: _table(tables.only_outside(records, other), tables.DETECTED)
             for other in tables.outside_names(records)

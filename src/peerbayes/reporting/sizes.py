@@ -12,10 +12,11 @@ import torch
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError, PeerbayesWarning
+from peerbayes.importing import trusting
 from peerbayes.learning import Run, source_weights
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import peers_at
-from peerbayes.posteriors import MeanField, Posterior, Shared, predict_split, storage
+from peerbayes.posteriors import MeanField, Posterior, Shared, storage
 from peerbayes.posteriors.quantised import Form, forms
 from peerbayes.reporting.outside import figures_of
 from peerbayes.reporting.records import Record, find_runs
@@ -42,6 +43,7 @@ def sizes(
     judged: bool = False,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
+    trust: bool = False,
 ) -> Iterator[Record]:
     """Yield an account of every peer of a finished run, of all runs of a folder, or of the peer of a weights file.
 
@@ -50,15 +52,17 @@ def sizes(
         judged: also judge the file and its other forms on the run's test split, with the recipe's number of draws.
         device: where to predict.
         root: data root.
+        trust: allow what the recipes of runs name as ``package.module:name``.
     """
     path = Path(path).expanduser()
     where = [path] if path.suffix == ".safetensors" else find_runs(path)
     complaints: list[InputError] = []
     for one in where:
         try:
-            run, names = peers_at(one)
-            judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
-            found = [_account(run, name, judge) for name in names]
+            with trusting(trust):
+                run, names = peers_at(one)
+                judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
+                found = [_account(run, name, judge) for name in names]
         except InputError as error:
             complaints.append(error)
             continue
@@ -136,7 +140,7 @@ class _Judge:
     def figures(self, posterior: Posterior, name: str) -> Record:
         """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
         options = self.run.recipe.evaluation
-        found = predict_split(posterior.to(self.device), self.data.test, options.draws, seed=self.run.seed, name=name)
+        found = self.run.predict_split(name, self.data.test, options.draws, self.device, posterior=posterior)
         return figures_of(*found[:2], options.ece_bins)
 
 

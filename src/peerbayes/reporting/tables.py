@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.evaluation import paired_difference, summarise
@@ -18,6 +20,7 @@ FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
 LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
+RANKINGS = ("entropy", "disagreement")  # by which images are kept
 AVERAGED = "averaged"  # where figures of a peer's members as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
@@ -130,6 +133,30 @@ def outside_names(records: Sequence[Record]) -> list[str]:
 def only_outside(records: Sequence[Record], other: str) -> list[Record]:
     """Return the records that were judged against another data set, with those figures in the place of the others."""
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
+
+
+def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the accuracy of the images kept by a ranking, by the share kept; None where it was not measured.
+
+    Records without ``selective`` have one ranking: a point's by entropy, and any other's by disagreement.
+    """
+    if "selective" in judged:
+        found: dict[str, float] = judged["selective"][ranking]["retention"]
+        return found
+    return judged.get("retention") if (judged.get("disagreement") == 0) == (ranking == "entropy") else None
+
+
+def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record], Columns]]:
+    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking."""
+    found: dict[str, tuple[list[Record], Columns]] = {}
+    for ranking in RANKINGS:
+        kept = _elsewhere(records, functools.partial(retention_by, ranking))
+        shares = [set(peer) - {"name"} for record in kept for peer in record["peers"]]
+        common = sorted(set.intersection(*shares), key=float) if shares else []
+        if common:
+            heading = f"accuracy (%) of the images of lowest {ranking}, by the share kept"
+            found[heading] = kept, {f"{100 * float(share):g} %": (share, 100.0) for share in common}
+    return found
 
 
 def averaged_ways(records: Sequence[Record]) -> list[str]:
@@ -253,13 +280,16 @@ def has_lone_seed(records: Sequence[Record]) -> bool:
     return any(seeds == 1 for _, _, seeds in _compared(records))
 
 
-def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: bool = False) -> str:
+def text_table(
+    records: Sequence[Record], calibrated: bool = False, sort_peers: bool = False, retention: bool = False
+) -> str:
     """Return the table and the differences as plain text.
 
     Args:
         records: what to show.
         calibrated: add figures after temperature scaling.
         sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
+        retention: add the accuracy of the images of lowest entropy, and of lowest disagreement.
     """
     merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
     if sort_peers:
@@ -273,6 +303,8 @@ def text_table(records: Sequence[Record], calibrated: bool = False, sort_peers: 
         sections.append((f"members as one network, averaged by {way}:", found, columns))
     for heading, last in last_headings(records).items():
         sections.append((f"{heading}:", last, LAST))
+    for heading, (kept, shares) in retention_headings(records).items() if retention else ():
+        sections.append((f"{heading}:", kept, shares))
     if bad := only_corrupted(records):
         sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
     for other in outside_names(records):
