@@ -18,12 +18,12 @@ import peerbayes as pb
 from commands import refused
 from peerbayes import cli
 from peerbayes.learning import Learner, load_recipe, train
-from peerbayes.learning.building import blank_shared, build_peer
+from peerbayes.learning.building import build_peer
 from peerbayes.learning.compressing import compression
 from peerbayes.learning.inputs import load_data
 from peerbayes.learning.recipe import packaged
 from peerbayes.posteriors import MeanField, Shared, storage
-from peerbayes.sharing import Sharing, gradient_statistic, outliers, share, shared_weights
+from peerbayes.sharing import Sharing, blank_shared, gradient_statistic, outliers, share, shared_weights
 
 QUIET = ("--quiet", "--device", "cpu")
 
@@ -54,7 +54,7 @@ def test_every_weight_has_one_class_and_keeps_its_distribution_nearly(field):
     assert account["outliers"] + account["blended"] + int((classes == 0).sum()) == layout.size == account["weights"]
     assert torch.equal(book.outlier_mean, mean[book.outlier])
     assert (mean[book.outlier].abs() > 0.2).float().mean() > 0.5
-    shared = Shared(field._network("net"), book)
+    shared = Shared(field.network("net"), book)
     inlier = torch.ones(layout.size, dtype=torch.bool)
     inlier[book.outlier] = False
     gap = (shared.mean - mean)[inlier].square() + (shared.std - std)[inlier].square()
@@ -167,7 +167,7 @@ def test_a_posterior_over_some_layers_shares_the_weights_of_these(field, tmp_pat
 
 def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
     own = pb.Point(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
-    with pytest.raises(pb.InputError, match="data is missing: the posterior is of no run that knows it"):
+    with pytest.raises(pb.InputError, match="`data` is required: the posterior was not loaded from a run"):
         pb.compress(own, run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="nothing-of-the-kind"):
         pb.compress(own, data="nothing-of-the-kind", run=tmp_path / "x")
@@ -212,12 +212,13 @@ def test_a_run_is_compressed_on_its_own_data_with_its_own_network(field, tmp_pat
     assert field.recipe.data != plain.data
     dnn = pb.load(field.folder.parent / "dnn")
     changes = ["peers.0.posterior.components=9"]
-    (job,) = compression(field.folder, "sharing/shared", "sharing/stage1", changes, None, 3)
+    job = compression(field.folder, "sharing/shared", "sharing/stage1", changes, None, 3)
     assert (job.recipe.data, job.recipe.peers[0].network) == (field.recipe.data, field.recipe.peers[0].network)
     assert job.recipe.peers[0].start_from == str(field.weights_file("net").resolve())
     assert (job.recipe.peers[0].posterior.components, job.seed) == (9, 3)
     assert job.folder == field.folder.with_name("stage1-shared")
-    before, job = compression(dnn.folder, "sharing/shared", "sharing/stage1", changes, tmp_path / "x", 3)
+    job = compression(dnn.folder, "sharing/shared", "sharing/stage1", changes, tmp_path / "x", 3)
+    before = job.given.starts["net"]
     assert before.recipe.data == job.recipe.data == dnn.recipe.data
     assert before.folder == tmp_path / "x-stage1"
     assert before.recipe.peers[0].start_from == str(dnn.weights_file("net").resolve())
@@ -297,7 +298,7 @@ def test_components_that_come_near_each_other_are_merged_after_every_epoch(field
 
 def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tmp_path):
     book, _ = share(field["net"], Sharing(top=0.0), None)
-    shared = Shared(field._network("net"), book, start_from=field["net"], bits=8)
+    shared = Shared(field.network("net"), book, start_from=field["net"], bits=8)
     before = shared.outlier_mean.detach().clone()
     changes = ["stages.0.epochs=1", "stages.0.optimizer.lr=1e-9"]
     run = pb.fit({"net": shared}, data="digits", recipe="sharing/shared", run=tmp_path / "run", overrides=changes)
@@ -322,7 +323,7 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior.thrift=1e-30", "thrift is too small"),
         ("peers.0.posterior.smallest=1000", "ask for fewer than 256, or lower smallest"),
         ("peers.0.posterior.smallest=1000000", "smallest is 1000000, but there are only"),
-        ("peers.0.posterior.top=0.9999", "smallest is 20, but there are only 2 weights that are no outliers"),
+        ("peers.0.posterior.top=0.9999", "smallest is 20, but there are only 2 weights to share"),
         ("peers.0.posterior.threshold=1e-12", "all weights are outliers, by their means or gradients; raise threshold"),
     ],
 )
@@ -349,12 +350,12 @@ def test_what_no_codebook_can_have_is_refused_before_a_network_gets_its_scales(f
 
 
 def test_all_weights_may_have_a_component_each_but_no_more(field):
-    options, network = load_recipe("sharing/shared").peers[0].posterior, field._network("net")
+    options, network = load_recipe("sharing/shared").peers[0].posterior.model_dump(), field.network("net")
     size = shared_weights(field["net"])[0].size
     for changes, most in (({"top": 0.0}, size), ({"outliers": False}, size), ({"top": 0.25}, size - size // 4)):
-        blank_shared(network, options.model_copy(update={"components": most, **changes}), 0, "net")
+        blank_shared(network, options | {"components": most, **changes}, 0, "net")
         with pytest.raises(pb.InputError, match=f"components is {most + 1}, but there are only {most} weights"):
-            blank_shared(network, options.model_copy(update={"components": most + 1, **changes}), 0, "net")
+            blank_shared(network, options | {"components": most + 1, **changes}, 0, "net")
 
 
 def test_compress_writes_checkpoints_as_often_as_it_is_told(field, tmp_path, capsys, monkeypatch):
@@ -404,7 +405,7 @@ def test_a_vit_gets_its_scales_from_a_file_in_timms_names(tmp_path):
     recipe = load_recipe("sharing/imagenet-vit-stage1", changes)
     images = torch.rand(8, 32, 32, 3, generator=torch.Generator().manual_seed(0))
     data = replace(pb.data.from_arrays((images, torch.arange(8) % 2)), classes=1000)
-    peer = build_peer(recipe.peers[0], recipe, data, 0, tmp_path, torch.device("cpu"))
+    peer = build_peer(recipe.peers[0], data, 0, torch.device("cpu"), start=tmp_path / "vit.safetensors")
     assert isinstance(peer, MeanField)
     found = peer.materialise().network.state_dict()
     assert all(torch.equal(found[name], state[name]) for name in state)
@@ -416,7 +417,7 @@ def test_a_vit_gets_its_scales_from_a_file_in_timms_names(tmp_path):
 
 def test_a_point_can_not_be_shared_directly(field, tmp_path):
     recipe = load_recipe("sharing/digits-resnet8-shared", [f"peers.0.start_from={field.folder.parent / 'dnn'}"])
-    with pytest.raises(pb.InputError, match="holds a point posterior; expected a mean_field one"):
+    with pytest.raises(pb.InputError, match="whose weights have scales, got a point one"):
         train(recipe, tmp_path / "x", device="cpu")
 
 

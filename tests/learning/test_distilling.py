@@ -29,8 +29,7 @@ from peerbayes.learning import (
     Reporter,
     Run,
     engine,
-    fitting,
-    jobs,
+    executor,
     load_data,
     load_recipe,
     packaged,
@@ -39,7 +38,7 @@ from peerbayes.learning import (
 )
 from peerbayes.learning.building import build_teachers
 from peerbayes.learning.inputs import network_inputs
-from peerbayes.learning.sources import Job, fitted_to_teachers
+from peerbayes.learning.plan import Job, resolve
 from peerbayes.learning.teachers import Teachers, run_plain
 from peerbayes.posteriors import MeanField, Point, RankOne, recalibrate
 from peerbayes.reporting import text_table
@@ -130,8 +129,7 @@ def seen(monkeypatch):
             self.learner.place = job.folder.name
 
     monkeypatch.setattr(session, "Learner", Watched)
-    for room in (jobs, fitting):
-        monkeypatch.setattr(room, "Session", Session)
+    monkeypatch.setattr(executor, "Session", Session)
     return found
 
 
@@ -166,10 +164,15 @@ def test_nobody_learns_from_the_crops_that_its_teachers_and_theirs_have_learnt_f
     assert seen["sibling"] == seen["child"]
 
 
+def planned(recipe, folder):
+    """Return the node of a recipe that would be trained into a folder's run."""
+    return resolve([Job(recipe, folder / "run")]).targets[0]
+
+
 def test_a_teacher_that_has_learnt_the_validation_images_is_told(teachers, tmp_path):
     recipe = student_recipe(teachers, "data.validation=500")
     with pytest.warns(PeerbayesWarning, match="trained with data.validation=1000, here it is 500: it may have learnt"):
-        build_teachers(Job(recipe, tmp_path / "run"), load_data(recipe), torch.device("cpu"))
+        build_teachers(planned(recipe, tmp_path), load_data(recipe), torch.device("cpu"))
 
 
 class Small(nn.Module):
@@ -462,10 +465,9 @@ def test_a_teachers_recipe_may_leave_its_network_and_members_to_teachers_of_its_
 def test_a_weights_file_is_one_teacher(teachers, tmp_path):
     path = teachers.folder / "weights-teacher2.safetensors"
     changes = [f"teachers.runs=['{path}']", "stages.0.perturb.kind=ods", "data.validation=1000"]
-    recipe = fitted_to_teachers(load_recipe("distillation/latentbe", changes))
-    assert recipe.peers[0].posterior.members == 1
-    data = load_data(recipe)
-    found = build_teachers(Job(recipe, tmp_path / "run"), data, torch.device("cpu"))
+    node = planned(load_recipe("distillation/latentbe", changes), tmp_path)
+    assert node.recipe.peers[0].posterior.members == 1
+    found = build_teachers(node, load_data(node.recipe), torch.device("cpu"))
     assert len(found) == 1
     assert torch.equal(found.posteriors[0].mean, teachers["teacher2"].mean)
     assert not torch.equal(teachers["teacher1"].mean, teachers["teacher2"].mean)
@@ -486,7 +488,7 @@ def test_peers_may_be_chosen_to_teach(teachers, tmp_path, capsys):
     assert found == "teachers.peers: no teacher is called 'teacher1'; there are teacher2"
     other = teachers.folder / "weights-teacher1.safetensors"
     found = distill_refused(capsys, tmp_path, file, other, *into, *change(chosen))
-    assert found == f"teachers.peers: names nobody of '{other}', which has teacher1"
+    assert found == f"teachers.peers: no peer of '{other}' is selected; it has teacher1"
     found = distill_refused(capsys, tmp_path, teachers.folder, *change(chosen))
     assert "'tdiv_sdiv' compares teachers, but there is only one" in found
     with pytest.raises(InputError, match=r"^overrides: 'teachers.peers' has no effect here; give the teachers"):
@@ -625,7 +627,7 @@ def test_a_single_teacher_is_refused_in_python(tmp_path, kind):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"data": None}, "data is missing: these posteriors are of no run that knows it; name it, or give a run"),
+        ({"data": None}, "`data` is required: no posterior was loaded from a run; name the data, or give a run"),
         ({"seed": "x"}, "seed is 'x', expected a whole number that is 0 or more"),
         ({"recipes": "x"}, "distill has no option 'recipes'; did you mean 'recipe'"),
         ({"engine": "fast"}, "engine is 'fast', expected auto, eager"),
@@ -868,7 +870,7 @@ def test_members_and_network_are_left_to_the_teachers(runs, tmp_path, predicts):
     found = train(load_recipe(runs["three"] / "recipe.toml", [posterior]), tmp_path / "teacher", device="cpu")
     changes = [f"teachers={{runs=['{found.folder}', '{runs['three']}'], draws=2}}", "data.classes=3"]
     recipe = load_recipe("distillation/latentbe", changes)
-    job = Job(fitted_to_teachers(recipe), tmp_path / "run")
+    job = planned(recipe, tmp_path)
     assert job.recipe.peers[0].network == "mlp"
     teachers = build_teachers(job, load_data(found.recipe), torch.device("cpu"))
     assert job.recipe.peers[0].posterior.members == len(teachers) == (3 if predicts == "members" else 2)
@@ -882,7 +884,7 @@ def test_a_student_has_the_network_of_the_peer_that_teaches_it_not_of_another_in
     run = train(recipe, tmp_path / "both", device="cpu").folder
     for name, network in (("small", "mlp"), ("large", "resnet8")):
         given = f"teachers.runs=['{run / f'weights-{name}.safetensors'}']"
-        assert fitted_to_teachers(load_recipe("distillation/kd", [given])).peers[0].network == network
+        assert planned(load_recipe("distillation/kd", [given]), tmp_path).recipe.peers[0].network == network
 
 
 def test_best_without_validation_is_refused(runs, tmp_path, capsys):

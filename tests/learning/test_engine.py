@@ -32,9 +32,7 @@ def trained(name, tmp_path, reporter=None, update="simultaneous"):
     recipe = load_recipe("mutual/digits-ours", [*CHANGES, f"update={update}"])
     data = load_data(recipe)
     peers = {
-        peer.name: build_peer(
-            peer.model_copy(update={"start_from": None}), recipe, data, 0, tmp_path, torch.device("cpu")
-        )
+        peer.name: build_peer(peer.model_copy(update={"start_from": None}), data, 0, torch.device("cpu"))
         for peer in recipe.peers
     }
     lines = []
@@ -156,7 +154,7 @@ def test_right_gradients_leave_random_numbers_and_state_alone(tmp_path, monkeypa
     monkeypatch.setattr(engine, "compiled", lambda function: function)
     recipe = load_recipe("mutual/digits-dnn", ["data.batch_size=64"])  # a ResNet-8, with batch-norm
     data, (peer,) = load_data(recipe), recipe.peers
-    peers = {peer.name: build_peer(peer, recipe, data, 0, tmp_path, torch.device("cpu"))}
+    peers = {peer.name: build_peer(peer, data, 0, torch.device("cpu"))}
     learner = Learner(recipe, peers, data, 0, engine="compiled")
     learner.feed.prepare(0)
     before = [tensor.clone() for tensor in (*peers[peer.name].parameters(), *peers[peer.name].buffers())]
@@ -184,9 +182,7 @@ def test_captured_steps_agree_with_eager_ones_on_a_gpu():
     data = dataclasses.replace(loaded, train=loaded.train.to("cuda"))
     for name in ("eager", "captured"):
         peers = {
-            peer.name: build_peer(
-                peer.model_copy(update={"start_from": None}), recipe, data, 0, None, torch.device("cuda")
-            )
+            peer.name: build_peer(peer.model_copy(update={"start_from": None}), data, 0, torch.device("cuda"))
             for peer in recipe.peers
         }
         learner = Learner(recipe, peers, data, 0, engine=name)

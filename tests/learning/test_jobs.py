@@ -15,7 +15,7 @@ from commands import save_npz, write_small
 from peerbayes.errors import InputError
 from peerbayes.learning import ConsoleReporter, How, Job, Reporter, load_data, load_recipe, train_jobs
 from peerbayes.learning.building import build_peers
-from peerbayes.learning.sources import generation
+from peerbayes.learning.plan import lineage_depth, resolve
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ def test_networks_of_one_pack_normalise_as_their_own_recipes_say(place, tmp_path
 def test_a_peer_does_not_begin_where_the_network_began_that_another_one_starts_from(tmp_path):
     # Both are called "scratch" in the recipes, and would be twins.
     def built(recipe):
-        job = Job(recipe, tmp_path / "run")
-        return build_peers(job, load_data(recipe), torch.device("cpu"), generation(job))
+        (node,) = resolve([Job(recipe, tmp_path / "run")]).targets
+        return build_peers(node, load_data(recipe), torch.device("cpu"), lineage_depth(node))
 
     dnn = load_recipe("mutual/digits-dnn", "stages.0.epochs=1")
     begun = built(dnn)["scratch"].mean
@@ -208,7 +208,7 @@ def test_weights_to_start_from_may_lie_beside_a_recipe(tmp_path):
     (tmp_path / "mine" / "recipe.toml").write_text("title = 'of mine'")
     start = shutil.copy(dnn.weights_file("scratch"), tmp_path / "mine" / "start.safetensors")
     recipe = load_recipe("mutual/digits-vanilla", f"peers.pretrained.start_from={start}")
-    job = Job(recipe, tmp_path / "run")
-    peers = build_peers(job, load_data(recipe), torch.device("cpu"), generation(job))
-    assert generation(job) == 1
+    (node,) = resolve([Job(recipe, tmp_path / "run")]).targets
+    peers = build_peers(node, load_data(recipe), torch.device("cpu"), lineage_depth(node))
+    assert lineage_depth(node) == 1
     assert torch.equal(peers["pretrained"].mean, dnn["scratch"].mean)

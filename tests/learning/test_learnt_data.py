@@ -168,8 +168,8 @@ def test_a_run_that_is_finished_gives_its_peers_what_they_have_learnt(tmp_path):
         pb.fit({"p": first}, run=tmp_path / "a", **how)
         second = pb.Point(small(4), start_from=first)
         pb.fit({"q": second}, run=tmp_path / "b", **how)
-        assert first.generation == 0
-        assert second.generation == 1
+        assert first.provenance.depth == 0
+        assert second.provenance.depth == 1
         pb.compress(first, data=arrays(), components=8, run=tmp_path / "c", resume=True, overrides=CODEBOOK)
         pb.distill([first], small(0), data=arrays(), run=tmp_path / "d", **HOW)
         found = [posterior.state() for posterior in (first, second)]
@@ -210,7 +210,8 @@ def test_strange_sources_are_told_as_ever(strange):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 1))
     row = torch.arange(20.0).view(4, 5)[:, 0][:1]
     found = pb.Point(net, start_from={**net.state_dict(), "1.bias": row})
-    assert found.origin == pb.Point(net, start_from={**net.state_dict(), "1.bias": row.clone()}).origin != ""
+    again = pb.Point(net, start_from={**net.state_dict(), "1.bias": row.clone()})
+    assert found.provenance.parent == again.provenance.parent != ""
 
 
 def test_renamed_classes_are_refused_from_python_too(folder, tmp_path):
@@ -251,7 +252,7 @@ def test_posteriors_go_by_their_run_only_as_long_as_it_is_theirs(tmp_path):
     assert run_of(peer) is run_of(run["m"]) is None
     (run.folder / "run.json").unlink()
     assert run_of(peer) is None
-    with pytest.raises(pb.InputError, match="data is missing: the posterior is of no run that knows it"):
+    with pytest.raises(pb.InputError, match="`data` is required: the posterior was not loaded from a run"):
         pb.compress(peer, components=8, overrides=CODEBOOK, run=tmp_path / "s")
 
 
@@ -272,7 +273,7 @@ def test_what_left_no_checkpoint_is_not_gone_on_with_from_the_middle(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         pb.fit({"a": given}, **how)
     monkeypatch.setattr(MetricsLog, "write", ended)
-    with pytest.raises(pb.InputError, match="peer 'a' has learnt in a run that was interrupted before its first"):
+    with pytest.raises(pb.InputError, match="cannot resume: the run was interrupted before its first checkpoint"):
         pb.fit({"a": given}, resume=True, **how)
     again = pb.fit({"a": pb.Point(small(0))}, resume=True, **how)
     assert torch.equal(again["a"].mean, whole["a"].mean)

@@ -374,7 +374,7 @@ def test_initial_weights_are_a_function_of_seed_and_peer():
     )
 
     def built(place, seed):
-        return state(build_peer(recipe.peers[place], recipe, data, seed, None, torch.device("cpu")))
+        return state(build_peer(recipe.peers[place], data, seed, torch.device("cpu")))
 
     assert same(built(0, 0), built(0, 0))
     assert same(built(1, 0), built(1, 0))

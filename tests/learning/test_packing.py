@@ -15,12 +15,12 @@ from peerbayes.errors import InputError
 from peerbayes.learning import Learner, Recipe, Reporter, TrainingError, load_recipe, train
 from peerbayes.learning.cohort import Cohort
 from peerbayes.learning.distribution import World
+from peerbayes.learning.executor import train_jobs
 from peerbayes.learning.how import How
-from peerbayes.learning.jobs import train_jobs
+from peerbayes.learning.plan import Job, Node
 from peerbayes.learning.progress import ConsoleReporter
 from peerbayes.learning.run import default_folder
 from peerbayes.learning.session import train_wave
-from peerbayes.learning.sources import Job
 from peerbayes.learning.together import run_together
 from peerbayes.posteriors import MeanField, Point
 
@@ -306,7 +306,7 @@ def test_runs_that_memory_is_too_small_for_go_on_in_smaller_groups(tmp_path, sep
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return step(self, clock)
 
-    monkeypatch.setattr("peerbayes.learning.jobs.train_wave", counted)
+    monkeypatch.setattr("peerbayes.learning.executor.train_wave", counted)
     monkeypatch.setattr(Cohort, "step", greedy)
     voice = Warnings()
     runs = train_jobs(jobs(tmp_path), pack=3, reporter=voice, checkpoint_every=3, **HOW)
@@ -473,7 +473,7 @@ def test_without_a_terminal_lines_carry_their_label():
 
 
 def test_packs_never_share_streams_or_buffers():
-    jobs = [Job(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n) for n in range(24)]
+    jobs = [Node(Job(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n)) for n in range(24)]
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert [len(wave) for wave in How().waves(jobs, gpu)] == [8, 8, 8]  # 32 streams, 3 a pair: at most 10
     assert [len(wave) for wave in How(pack=24).waves(jobs, gpu)] == [8, 8, 8]

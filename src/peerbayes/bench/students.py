@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ MEMBERS = ("average", "members", "tiled")  # how a rank-one student predicts: on
 
 def steps(bench: Bench) -> Measured:
     """Time steps of one student of four untrained teachers, by recipe, in turn."""
-    place = partial(build_peer, loaded=bench.data, seed=0, runs=Path(), device=bench.device)
+    place = partial(build_peer, data=bench.data, seed=0, device=bench.device)
     cohorts: dict[str, Cohorts] = {}
     teachers: Teachers | None = None
     for name in STUDENTS:
@@ -35,7 +34,7 @@ def steps(bench: Bench) -> Measured:
         recipe = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
         if teachers is None:
             like = [recipe.peers[0].model_copy(update={"name": f"teacher{number}"}) for number in range(4)]
-            teachers = Teachers([place(peer, recipe) for peer in like])
+            teachers = Teachers([place(peer) for peer in like])
         cohorts[f"distillation.{name.replace('-', '_')}_step_ms"] = Cohorts(
             bench, recipe, bench.plan.engine, teachers=teachers
         )

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Cohorts:
         how["teachers"] = teachers
         self.learners = []
         for seed in range(count):
-            build = partial(build_peer, recipe=recipe, loaded=bench.data, seed=seed, runs=Path(), device=bench.device)
+            build = partial(build_peer, data=bench.data, seed=seed, device=bench.device)
             peers = {p.name: build(p) if peer is None else peer for p in recipe.peers}
             self.learners.append(Learner(recipe, peers, bench.data, seed, **how))
         self._running = [learner.steps() for learner in self.learners]
@@ -158,7 +157,7 @@ class Bench:
         """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""
         images = self.data.train.batch(torch.arange(count), self.device)[0]
         recipe = self.recipe("vanilla", 1)
-        posterior = build_peer(recipe.peers[0], recipe, self.data, 0, Path(), self.device)
+        posterior = build_peer(recipe.peers[0], self.data, 0, self.device)
         predict = partial(posterior.predict, images, draws, **options)
         kind, before = self.device.type, dict(prediction.TOGETHER)
         prediction.TOGETHER[kind] = most if most >= 0 else before[kind]

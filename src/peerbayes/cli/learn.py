@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from peerbayes.cli.options import (
     CheckpointEvery,
     DataRoot,
     Device,
+    DryRun,
     Engine,
     Json,
     Precision,
@@ -28,7 +28,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, show
+from peerbayes.cli.showing import judge, reporter, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -65,6 +65,7 @@ def train(
     seed: Seed = 0,
     seeds: Seeds = None,
     resume: Resume = False,
+    dry_run: DryRun = False,
     changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
@@ -116,6 +117,7 @@ def train(
         as_json,
         quiet,
         resume,
+        dry_run,
         device=device,
         root=data_root,
         engine=engine.value,
@@ -128,18 +130,20 @@ def train(
 
 
 def _train_and_show(
-    jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, before: Sequence[Job] = (), **how: Any
+    jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, dry_run: bool, **how: Any
 ) -> list[Run]:
-    """Train jobs, after those ``before``; print what they are worth, return the runs; ends the process on errors."""
+    """Train jobs; print what they are worth, return the runs; ends the process on errors."""
     from peerbayes import learning, reporting
 
+    if dry_run:
+        show_plan(learning.dry_run(learning.resolve(jobs), learning.How(**how), resume=resume), as_json)
+        return []
     failed: dict[int, TrainingError] = {}
     with learning.joined(how["device"]) as world:
         shared: dict[str, Any] = {"reporter": reporter(quiet or not world.is_first), "world": world, **how}
         for job in jobs if resume else ():
             if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
                 shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
-        learning.train_jobs(before, resume=True, **shared)
         runs = learning.train_jobs(jobs, errors=failed, resume=resume or world.any(learning.restarted()), **shared)
         first = world.is_first
     # The other processes are done: judging may take longer than they would wait.
@@ -165,6 +169,7 @@ def distill(
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Seed = 0,
     resume: Resume = False,
+    dry_run: DryRun = False,
     changes: Changes = [],  # noqa: B006
     device: Device = "auto",
     data_root: DataRoot = None,
@@ -183,7 +188,7 @@ def distill(
     job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every
-    for done in _train_and_show([job], False, as_json, quiet, resume, **how):
+    for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
         for path in learning.save_networks(done):
             typer.echo(f"one plain network: {path}", err=as_json)
 
@@ -197,6 +202,7 @@ def compress(
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
     seed: Seed = 0,
     resume: Resume = False,
+    dry_run: DryRun = False,
     changes: Annotated[
         list[str],
         typer.Option("--set", help="Change the recipe --into: peers.0.posterior.components=2000."),
@@ -214,11 +220,10 @@ def compress(
     from peerbayes import learning
 
     trust_runs(trust)
-    *before, job = learning.compression(run, into, first, changes, out, seed)
+    job = learning.compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every
-    before = learning.still_to_train(before, job, resume, **how)
-    _train_and_show([job], False, as_json, quiet, resume, before, **how)
+    _train_and_show([job], False, as_json, quiet, resume, dry_run, **how)
 
 
 def sweep(

@@ -14,6 +14,9 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run; without one, start anew.")]
 Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, print what would be trained, and write nothing.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
 DataRoot = Annotated[

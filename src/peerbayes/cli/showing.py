@@ -66,6 +66,23 @@ def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any
         return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
+def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Print what would be trained, as `peerbayes.learning.dry_run` returns it."""
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    for number, row in enumerate(rows, start=1):
+        peers = ", ".join(f"{name} ({network})" for name, network in row["peers"].items())
+        typer.echo(f"{number}. {row['folder']}: {row['recipe']} on {row['data']}, seed {row['seed']}")
+        typer.echo(f"   peers {peers}; {row['epochs']} epochs, {row['steps']:,} steps")
+        for name, start in row["starts"].items():
+            typer.echo(f"   {name} starts from {start}")
+        for teacher in row["teachers"]:
+            typer.echo(f"   learns from {teacher}")
+        typer.echo(f"   writes {', '.join(Path(file).name for file in row['files'])}")
+    typer.echo("nothing to train" if not rows else "nothing was written")
+
+
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
     """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
 

@@ -1,32 +1,26 @@
-"""From a trained run to one whose weights share a codebook."""
+"""The verb `compress`: a trained run or posterior to one whose weights share a codebook."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
-from peerbayes.importing import in_run
-from peerbayes.learning.building import blank_shared, shared_of
-from peerbayes.learning.distribution import ALONE
-from peerbayes.learning.fitting import fit, refuse_infinite
-from peerbayes.learning.folder import refuse_occupied
-from peerbayes.learning.hardware import pick_device
-from peerbayes.learning.how import refuse_unknown
-from peerbayes.learning.inputs import load_data
-from peerbayes.learning.jobs import Loaded, check_jobs, refuse_changed_sources, train_jobs
-from peerbayes.learning.loop import Learner
+from peerbayes.learning.executor import execute
+from peerbayes.learning.how import How, refuse_unknown
+from peerbayes.learning.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, change, listed, load_recipe
 from peerbayes.learning.run import Run, default_folder, peers_at, run_of
 from peerbayes.learning.settings import CUSTOM
 from peerbayes.learning.settings import MeanField as MeanFieldOptions
 from peerbayes.learning.settings import Shared as SharedOptions
-from peerbayes.learning.sources import Job, is_trained, require_seed, source_of
-from peerbayes.posteriors import MeanField, Posterior, Shared
+from peerbayes.learning.training import check_finite, set_data
+from peerbayes.posteriors import Posterior
 
 RECIPE, FIRST = "sharing/shared", "sharing/stage1"
 
@@ -62,29 +56,23 @@ def compress(
         how: see `How`.
     """
     refuse_unknown(how, compress)
-    require_seed(seed)
+    check_seed(seed)
     _check_given(source)
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
+    folder = None if run is None else Path(run)
     own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
     if own is not None:
         known = source if isinstance(source, Run) else run_of(own)
-        last, scales = load_recipe(into), load_recipe(first)
-        if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
-            last, scales = (one.model_copy(update={"data": known.recipe.data}) for one in (last, scales))
-            data = known.recipe.data.name if known.vocabulary is None else known.data(how.get("root"))
-        if isinstance(source, Run):
-            run = run or _beside(source.folder)
-        if data is None:
-            raise InputError("data is missing: the posterior is of no run that knows it; name it, or give a run")
-        folder = Path(run or default_folder(str(into), seed))
-        told: dict[str, Any] = {"data": data, "seed": seed, "reporter": reporter, **how}
-        return _compressed(own, known, folder, load_recipe(last, changes), scales, resume, told)
-    if data is not None:
+        if isinstance(source, Run) and folder is None:
+            folder = _beside(source.folder)
+        folder = folder or default_folder(str(into), seed)
+        job = _compression_of_object(own, known, into, first, changes, folder, seed, data, how.get("root"))
+    elif data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
-    place = source.folder if isinstance(source, Run) else Path(str(source))
-    *before, job = compression(place, into, first, changes, None if run is None else Path(run), seed)
-    train_jobs(still_to_train(before, job, resume, **how), resume=True, reporter=reporter, **how)
-    (done,) = train_jobs([job], resume=resume, reporter=reporter, **how)
+    else:
+        place = source.folder if isinstance(source, Run) else Path(str(source))
+        job = compression(place, into, first, changes, folder, seed)
+    (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
     return done[job.recipe.peers[0].name]
 
 
@@ -92,14 +80,14 @@ def _check_given(source: Any) -> None:
     if not isinstance(source, Run | Posterior | str | Path):
         kind = type(source).__name__
         raise InputError(f"source is a {kind}, expected a run, its folder, a weights file of a run, or a posterior")
-    if isinstance(source, Shared):
+    if isinstance(source, Posterior) and source.made_of_posterior:
         raise InputError("the posterior's weights share a codebook already; compress the one that it was made of")
 
 
 def compression(
     run: Path, into: str | Path, first: str | Path, changes: Sequence[str], folder: Path | None, seed: int
-) -> list[Job]:
-    """Return what is trained to compress a run: scales, where it has none, and then the codebook.
+) -> Job:
+    """Return the job that compresses a run; where that has no scales, it starts from a job that gives them.
 
     Args:
         run: a run folder, or a weights file of a run.
@@ -111,39 +99,57 @@ def compression(
     """
     weights = weights_of(run)
     folder = folder or _beside(weights.parent)
-    _options(load_recipe(into, changes), load_recipe(first))
-    if kind_of(weights) == "shared":
+    _check_recipes(load_recipe(into, changes), load_recipe(first))
+    kind = Posterior.of_kind(kind_of(weights))
+    if kind.made_of_posterior:
         raise InputError(f"{weights}: its weights share a codebook already; compress the run that it was made of")
-    if kind_of(weights) == "mean_field":
-        return [Job(recipe_from(into, weights, changes), folder, seed)]
+    if kind.shareable:
+        return Job(recipe_from(into, weights, changes), folder, seed)
     before = Job(recipe_from(first, weights), _before(folder), seed)
     start = before.folder / f"weights-{before.recipe.peers[0].name}.safetensors"
-    return [before, Job(recipe_from(into, weights, changes, start), folder, seed)]
+    recipe = recipe_from(into, weights, changes, start)
+    return Job(recipe, folder, seed, Given(starts={recipe.peers[0].name: before}))
 
 
-def still_to_train(before: list[Job], job: Job, resume: bool, **how: Any) -> list[Job]:
-    """Return what of the jobs before one has to be trained; refuse what could not be, or came of other weights."""
-    loaded = Loaded(how.get("root"))
-    finished = resume and is_trained(job.folder)
-    if finished:
-        _refuse_other_codebook(job)
-    elif before:
-        check_jobs([job], resume=resume, loaded=loaded, **how)
-    for one in before:
-        if is_trained(one.folder):
-            refuse_changed_sources(one, loaded)
-    return [] if finished else before
+def _compression_of_object(
+    posterior: Posterior,
+    known: Run | None,
+    into: str | Path,
+    first: str | Path,
+    changes: Sequence[str],
+    folder: Path,
+    seed: int,
+    data: str | Path | Dataset | None,
+    root: str | Path | None,
+) -> Job:
+    """Return the job that compresses a posterior, of a run if that is known, whose network no recipe could build."""
+    last, scales = load_recipe(into), load_recipe(first)
+    if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
+        last, scales = (recipe.model_copy(update={"data": known.recipe.data}) for recipe in (last, scales))
+        data = known.recipe.data.name if known.vocabulary is None else known.data(root)
+    if data is None:
+        raise InputError("`data` is required: the posterior was not loaded from a run; name the data, or give a run")
+    last = load_recipe(last, changes)
+    _check_recipes(last, scales)
+    check_finite(posterior, "the posterior")
+    network = posterior.materialise()
+    before: Posterior | Job = posterior
+    if not posterior.shareable:
+        before = _job_of_object(scales, network, posterior, data, _before(folder), seed)
+    return _job_of_object(last, network, before, data, folder, seed)
 
 
-def _refuse_other_codebook(job: Job) -> None:
-    """Refuse a finished codebook that was made of other weights than those that it would be made of now."""
-    (peer,) = job.recipe.peers
-    path = Path(str(peer.start_from))
-    if not path.is_file():
-        return
-    run, (name, *_) = peers_at(path)
-    if run.finished and not Run(job.folder).began_with(peer.name, run[name]):
-        raise InputError(f"{job.folder}: holds a codebook of other weights than {path} has now; choose another folder")
+def _job_of_object(
+    recipe: Recipe, network: nn.Module, start: Posterior | Job, data: str | Path | Dataset, folder: Path, seed: int
+) -> Job:
+    table = recipe.model_dump(exclude_none=True)
+    set_data(table, data)
+    table["peers"][0]["network"] = CUSTOM
+    table["peers"][0].pop("start_from", None)
+    name = recipe.peers[0].name
+    loaded = data if isinstance(data, Dataset) else None
+    given = Given(networks={name: network}, starts={name: start}, data=loaded)
+    return Job(with_full_paths(Recipe.parse(table, f"recipe {recipe.name}")), folder, seed, given)
 
 
 def _beside(folder: Path) -> Path:
@@ -168,50 +174,12 @@ def _of_ones_own(run: Run) -> Posterior | None:
     return run[name]
 
 
-def _compressed(
-    posterior: Posterior,
-    known: Run | None,
-    folder: Path,
-    recipe: Recipe,
-    first: Recipe,
-    resume: bool,
-    told: dict[str, Any],
-) -> Posterior:
-    """Compress a posterior, of a run if that is known, that no recipe could build again; both fits are ``told``."""
-    peer, seed, data = recipe.peers[0], told["seed"], told["data"]
-    options, scaled = _options(recipe, first)
-    refuse_infinite(posterior, "the posterior")
-    if told.get("device", "auto") != "auto":
-        posterior = copy.deepcopy(posterior).to(pick_device(told["device"]))
-    network = posterior.materialise()
-    blank = blank_shared(network, options, seed, peer.name).to(posterior.device)
-    if not resume:
-        refuse_occupied(Job(recipe, folder, seed), resume)
-    if not isinstance(data, Dataset):
-        named = recipe.data.model_copy(update={"name": str(data), "classes": None})
-        data = load_data(recipe.model_copy(update={"data": named}), told.get("root"))
-    if known is not None:
-        known.refuse_strange(data, sizes=False)
-    # What does not fit is found here, before anything is trained, or gradients are taken.
-    Learner(recipe, {peer.name: blank}, data, seed, engine="eager", world=told.get("world", ALONE)).feed.close()
-    if not isinstance(posterior, MeanField):
-        options_of_scales = scaled.model_dump(exclude={"kind"})
-        posterior = MeanField(network, start_from=posterior, seed=seed, name=peer.name, **options_of_scales)
-        done = fit({peer.name: posterior}, recipe=first, run=_before(folder), resume=True, **told)
-        posterior = done[peer.name].to(posterior.device)
-        assert isinstance(posterior, MeanField)
-    shared = shared_of(posterior, network, options, data, seed, peer.name)
-    return fit({peer.name: shared}, recipe=recipe, run=folder, resume=resume, **told)[peer.name]
-
-
-def _options(recipe: Recipe, first: Recipe) -> tuple[SharedOptions, MeanFieldOptions]:
-    """Return the posteriors of a recipe of shared weights and of one that gives scales; refuse other recipes."""
-    shared, scaled = recipe.peers[0].posterior, first.peers[0].posterior
-    if len(recipe.peers) != 1 or not isinstance(shared, SharedOptions):
+def _check_recipes(recipe: Recipe, first: Recipe) -> None:
+    """Refuse what is no recipe of shared weights, and what gives no scales."""
+    if len(recipe.peers) != 1 or not isinstance(recipe.peers[0].posterior, SharedOptions):
         raise InputError(f"recipe {recipe.name}: expected one peer, whose weights are shared")
-    if len(first.peers) != 1 or not isinstance(scaled, MeanFieldOptions):
+    if len(first.peers) != 1 or not isinstance(first.peers[0].posterior, MeanFieldOptions):
         raise InputError(f"recipe {first.name}: expected one peer with a mean_field posterior")
-    return shared, scaled
 
 
 def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), start: Path | None = None) -> Recipe:
@@ -257,16 +225,3 @@ def kind_of(weights: Path) -> str:
     """Return the kind of posterior that a weights file of a run holds, by its recipe."""
     run, (name, *_) = peers_at(weights)
     return next(peer.posterior.kind for peer in run.recipe.peers if peer.name == name)
-
-
-def source_weights(run: Run, name: str) -> Path | None:
-    """Return the weights file that a peer of a run started from; None where there was none, or is none any more."""
-    peer = next(peer for peer in run.recipe.peers if peer.name == name)
-    try:
-        with in_run():
-            source = source_of(peer, run.recipe, run.seed, run.folder.parent)
-    except InputError:
-        return None
-    if isinstance(source, Job):
-        source = weights_of(source.folder) if is_trained(source.folder) else None
-    return source if source is not None and source.is_file() else None

@@ -10,12 +10,12 @@ from torch import nn
 
 from peerbayes.data import Dataset
 from peerbayes.errors import InputError
-from peerbayes.learning.fitting import fit, refuse_naming_teachers
 from peerbayes.learning.how import refuse_unknown
 from peerbayes.learning.inputs import load_data
+from peerbayes.learning.plan import check_seed
 from peerbayes.learning.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.learning.run import Run, default_folder, peers_at, run_of
-from peerbayes.learning.sources import require_seed
+from peerbayes.learning.training import check_teacher_overrides, fit
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 RECIPE = "distillation/latentbe"
@@ -46,14 +46,14 @@ def distill(
         how: what `fit` takes besides.
     """
     refuse_unknown(how, distill, fit)
-    require_seed(how.get("seed", 0))
+    check_seed(how.get("seed", 0))
     overrides = listed(overrides)
-    refuse_naming_teachers(overrides)
+    check_teacher_overrides(overrides)
     runs, found = _opened(teachers)
     chosen = load_recipe(recipe)
     if data is None:
         if not runs:
-            raise InputError("data is missing: these posteriors are of no run that knows it; name it, or give a run")
+            raise InputError("`data` is required: no posterior was loaded from a run; name the data, or give a run")
         known = chosen.model_copy(update={"data": runs[0].recipe.data})
         chosen, words = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.

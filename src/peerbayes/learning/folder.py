@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
+from peerbayes.learning.plan import Job
 from peerbayes.learning.run import TAUGHT_BY, Run, peer_called, write_text
-from peerbayes.learning.sources import Job
 from peerbayes.posteriors import Posterior
 
 OTHERS = "another process is training this run"
@@ -51,9 +52,10 @@ def refuse_occupied(job: Job, resume: bool) -> None:
 def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) -> dict[str, str]:
     """Return digests of what peers started from, by their names, and of those whom they learn from."""
     for posterior in peers.values():
-        if posterior.origin is None:  # worked out now: once it learns, it is another one
-            posterior.origin = posterior.digest()
-    found = {peer_called(name): posterior.origin for name, posterior in peers.items() if posterior.origin}
+        if posterior.provenance.state == "trained":  # once it learns, it is another one
+            posterior.provenance = replace(posterior.provenance, parent=posterior.digest(), state="untrained")
+    parents = {peer_called(name): posterior.provenance.parent for name, posterior in peers.items()}
+    found = {who: parent for who, parent in parents.items() if parent}
     known = [teacher.digest() for teacher in teachers]
     return found | ({TAUGHT_BY: " ".join(known)} if known else {})
 
@@ -63,9 +65,14 @@ def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
     before = Run(folder).origins if (folder / "recipe.toml").is_file() else {}
     for who, now in origins.items():
         if before.get(who, now) != now:
-            others = "whose peers learn from other teachers"
-            told = others if who == TAUGHT_BY else f"in which {who} started from other weights"
-            raise InputError(f"{folder}: holds a run {told}; choose another folder")
+            if who == TAUGHT_BY:
+                raise InputError(f"{folder}: holds a run whose peers learn from other teachers; choose another folder")
+            raise InputError(other_weights(folder, who))
+
+
+def other_weights(folder: Path, who: str) -> str:
+    """Return what is said where a peer of a run started from other weights than there are now."""
+    return f"{folder}: holds a run in which {who} started from other weights; choose another folder"
 
 
 def is_of_a_run(name: str) -> bool:

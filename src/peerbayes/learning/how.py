@@ -17,8 +17,8 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.learning.distribution import ALONE, World
 from peerbayes.learning.engine import ENGINES, STREAMS, TEACHERS, Name, pick
 from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.plan import Node
 from peerbayes.learning.progress import ConsoleReporter, Reporter
-from peerbayes.learning.sources import Job
 
 Engine = Name | Literal["auto"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -84,22 +84,22 @@ class How:
             "synchronise": self.synchronise,
         }
 
-    def waves(self, jobs: Sequence[Job], device: torch.device) -> list[Sequence[Job]]:
-        """Return the jobs in groups that are trained side by side."""
+    def waves(self, nodes: Sequence[Node], device: torch.device) -> list[Sequence[Node]]:
+        """Return runs in groups that are trained side by side."""
         captured = pick(self.engine, device) == "captured"
-        taught = TEACHERS if any(job.recipe.teachers is not None for job in jobs) else 0
-        streams = max((len(job.recipe.peers) for job in jobs), default=1) + 1 + taught
-        most = max(1, STREAMS // streams) if captured else len(jobs) or 1
+        taught = TEACHERS if any(node.teachers for node in nodes) else 0
+        streams = max((len(node.recipe.peers) for node in nodes), default=1) + 1 + taught
+        most = max(1, STREAMS // streams) if captured else len(nodes) or 1
         pack = min(most, self.pack or (most if captured else 1))
         if self.world.size > 1:
             pack = 1  # gradients of several runs would meet in one buffer
-        return in_parts(jobs, pack)
+        return in_parts(nodes, pack)
 
 
-def in_parts(jobs: Sequence[Job], most: int) -> list[Sequence[Job]]:
-    """Return jobs in equal groups of at most so many: a few jobs left over would use a GPU badly."""
-    size = max(1, math.ceil(len(jobs) / max(1, math.ceil(len(jobs) / most))))
-    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+def in_parts(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
+    """Return runs in equal groups of at most so many: a few runs left over would use a GPU badly."""
+    size = max(1, math.ceil(len(nodes) / max(1, math.ceil(len(nodes) / most))))
+    return [nodes[i : i + size] for i in range(0, len(nodes), size)]
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ and the step number. A resumed run continues exactly.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +31,7 @@ from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
 from peerbayes.learning.whole_batch import synchronise_batch_norm
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior, Shared
-from peerbayes.sharing import merge_trained
+from peerbayes.posteriors import Posterior
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
@@ -256,7 +256,9 @@ class Learner:
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
         for name, found in peers.items():
-            found |= self._merge(name)
+            found |= self.peers[name].end_epoch(
+                self.state.moments(name), functools.partial(self.state.mean_gradient, name)
+            )
             found |= self.looks.judge(name, position.step, epoch, self._kept_words)
             self.looks.keep(name, found, position)
             if (perturb := self.cohort.perturb) is not None:
@@ -273,16 +275,6 @@ class Learner:
         if self._log is not None:
             self._log(line)
         self.reporter.epoch(line)
-
-    def _merge(self, peer: str) -> dict[str, Any]:
-        """Merge the components of shared weights, where that is wanted after every epoch; return the log of it."""
-        posterior = self.peers[peer]
-        if not isinstance(posterior, Shared) or posterior.merging is None:
-            return {}
-        moments = self.state.moments(peer)
-        slots = [slot for name in ("component", "cholesky") for slot in moments.get(name, {}).values() if slot.dim()]
-        gradient = self.state.mean_gradient(peer, "component")
-        return {"merging": merge_trained(posterior, slots, gradient, **posterior.merging)}
 
     def take_best(self) -> None:
         """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""

@@ -17,7 +17,7 @@ from peerbayes.errors import InputError
 from peerbayes.learning.settings import Perturb
 from peerbayes.learning.teachers import Lane, Pass, Plain, Teachers, Tensors, all_logits, fixed, run_plain
 from peerbayes.noise import Address
-from peerbayes.posteriors import Posterior, RankOne
+from peerbayes.posteriors import Posterior
 from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
@@ -60,7 +60,7 @@ class Perturbation:
     ) -> None:
         self.kind, self.temperature, self.seed = options.kind, options.temperature, seed
         self.teachers = teachers
-        self.student: tuple[RankOne, Plain] | None = None
+        self.student: tuple[Posterior, Plain] | None = None
         if self.kind == "gaussian":
             return
         if teachers is None:
@@ -78,7 +78,7 @@ class Perturbation:
             )
         if self.kind == "tdiv_sdiv":
             name, student = next(iter(students.items()))
-            if len(students) > 1 or not isinstance(student, RankOne) or student.members != len(teachers):
+            if len(students) > 1 or student.members != len(teachers):
                 raise InputError(
                     f"perturb 'tdiv_sdiv' compares the members of one rank-one student, {len(teachers)} as there are "
                     f"teachers, but peer '{name}' of {len(students)} is a {student.kind} with {student.members}"

@@ -28,7 +28,7 @@ from peerbayes.importing import allow, in_run, trusting
 from peerbayes.learning.inputs import load_data, refuse_other_words
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.settings import CUSTOM
-from peerbayes.posteriors import Posterior, predict_split, storage
+from peerbayes.posteriors import Posterior, Provenance, predict_split, storage
 from peerbayes.schema import Strict, Table
 
 NAMED = 5  # runs that a sentence lists
@@ -225,14 +225,14 @@ class Run(Mapping[str, Posterior]):
                 raise UnknownPeer(f"{self.folder}: there is no peer '{peer}'{nearest(str(peer), list(self))}")
             if not self.finished:
                 raise InputError(self.unfinished)
-            posterior = Posterior.load(path := self.weights_file(peer), self._network(peer))
+            posterior = Posterior.load(path := self.weights_file(peer), self.network(peer))
             expected = next(p.posterior.kind for p in self.recipe.peers if p.name == peer)
             if posterior.kind != expected:
                 raise InputError(f"{path}: holds a {posterior.kind} posterior; the run's recipe has a {expected} one")
             self._loaded[peer] = posterior
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
-            posterior.generation, posterior.home = self.about.get("generation", 0), home(self.folder)
+            posterior.provenance = trained_into(self.folder, self.about.get("generation", 0))
         return self._loaded[peer]
 
     def predict_split(
@@ -268,7 +268,12 @@ class Run(Mapping[str, Posterior]):
             )
         return predicted
 
-    def _network(self, peer: str) -> nn.Module:
+    def network_inputs(self) -> networks.Inputs:
+        """Return what its networks know of the data."""
+        return networks.Inputs(**_tuples(self.said("inputs")))
+
+    def network(self, peer: str) -> nn.Module:
+        """Build a peer's network, with initial weights."""
         if self._networks is not None:
             if peer not in self._networks:
                 given = ", ".join(map(str, self._networks)) or "nobody"
@@ -281,7 +286,7 @@ class Run(Mapping[str, Posterior]):
                 f"peerbayes.load(folder, networks={{'{peer}': ...}})"
             )
         with in_run():
-            return networks.build(name, networks.Inputs(**_tuples(self.said("inputs"))))
+            return networks.build(name, self.network_inputs())
 
     def __repr__(self) -> str:
         state = "" if self.finished else ", not finished"
@@ -332,17 +337,18 @@ def stamp(folder: Path) -> tuple[int, int] | None:
     return (path.stat().st_mtime_ns, path.stat().st_ino) if path.is_file() else None
 
 
-def home(folder: Path) -> tuple[Path, Any]:
-    """Return what a posterior remembers of the run that it is of."""
-    return folder.resolve(), stamp(folder)
+def trained_into(folder: Path, depth: int) -> Provenance:
+    """Return where the weights of a run's posteriors came from."""
+    return Provenance(depth=depth, run=folder.resolve(), mark=stamp(folder), state="trained")
 
 
 def run_of(posterior: Posterior) -> Run | None:
-    """Return the run that a posterior is of, if that is known, still there, and has not been made anew."""
-    if posterior.home is None or posterior.home != home(posterior.home[0]):
+    """Return the run that a posterior was loaded from, if it is still there and has not been made anew."""
+    folder = posterior.provenance.run
+    if folder is None or posterior.provenance.mark != stamp(folder):
         return None
     try:
-        return Run(posterior.home[0])
+        return Run(folder)
     except InputError:
         return None
 

@@ -18,12 +18,13 @@ from peerbayes.learning.hardware import environment
 from peerbayes.learning.how import How
 from peerbayes.learning.inputs import network_inputs
 from peerbayes.learning.loop import Learner
+from peerbayes.learning.plan import Job
 from peerbayes.learning.progress import Reporter
-from peerbayes.learning.run import TAUGHT_BY, Run, stamp, write_text
-from peerbayes.learning.sources import Job, made_by_recipes
+from peerbayes.learning.recipe import Recipe, is_recipe
+from peerbayes.learning.run import TAUGHT_BY, Run, peer_called, stamp, write_text
 from peerbayes.learning.teachers import Teachers
 from peerbayes.learning.together import run_together
-from peerbayes.posteriors import Posterior, Shared
+from peerbayes.posteriors import Posterior, Provenance
 
 
 class Session:
@@ -66,10 +67,10 @@ class Session:
         before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
         newest = None if before is None else checkpoints.read_newest(self.folder)
         if before is not None:
-            begun = [name for name, posterior in peers.items() if posterior.learning]
+            begun = [name for name, posterior in peers.items() if posterior.provenance.state == "training"]
             if newest is None and begun:
-                raise InputError(f"peer '{begun[0]}' has learnt in a run that was interrupted before its first "
-                                 "checkpoint; make it anew, as it was")  # fmt: skip
+                raise InputError(f"cannot resume: the run was interrupted before its first checkpoint, and peer "
+                                 f"'{begun[0]}' has been trained since; make it anew, as it was")  # fmt: skip
         if before is not None and newest is not None:
             tensors, about, complaints = newest
             for complaint in complaints:
@@ -83,7 +84,7 @@ class Session:
 
     def _compare_origins(self, before: Mapping[str, str]) -> None:
         """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
-        made_again = made_by_recipes(self.job.recipe)
+        made_again = _made_by_recipes(self.job.recipe)
         refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
         for who, recipe in made_again.items():
             if before.get(who, self.origins.get(who)) != self.origins.get(who):
@@ -104,7 +105,8 @@ class Session:
             return
         job, step = self.job, self.learner.position.step
         for posterior in self.peers.values():
-            posterior.learning, posterior.home = True, None
+            depth = posterior.provenance.depth
+            posterior.provenance = Provenance(posterior.provenance.parent, depth, state="training")
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder):
             if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
@@ -128,7 +130,7 @@ class Session:
             self._describe()
             if self.loaded.vocabulary is not None:
                 write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
-            accounts = {name: p.account for name, p in self.peers.items() if isinstance(p, Shared) and p.account}
+            accounts = {name: posterior.account for name, posterior in self.peers.items() if posterior.account}
             if accounts and step == 0:
                 write_text(self.folder / "sharing.json", json.dumps(accounts, indent=1))
             # The recipe comes last: a folder that has one has the rest.
@@ -143,7 +145,7 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
-            posterior.generation, posterior.origin, posterior.learning = self.generation, None, False
+            posterior.provenance = Provenance(depth=self.generation, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
@@ -165,6 +167,13 @@ def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingE
         errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
         world.barrier()  # what was written is there for all
     return errors
+
+
+def _made_by_recipes(recipe: Recipe) -> dict[str, str]:
+    """Return whose parents are runs that recipes make, again where they are gone, as `origins_of` calls them."""
+    found = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
+    return found | ({TAUGHT_BY: taught[0]} if taught else {})
 
 
 def _described(loaded: Dataset) -> dict[str, Any]:

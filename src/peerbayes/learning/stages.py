@@ -208,10 +208,10 @@ class StageState:
 
     def moments(self, owner: str) -> dict[str, dict[str, Tensor]]:
         """Return what an owner's optimiser remembers of its parameters, by name and slot."""
-        state = self.optimizers[owner].state
+        state = self.optimizers[owner].state if owner in self.optimizers else {}
         return {
             name: {slot: value for slot, value in state.get(parameter, {}).items() if isinstance(value, Tensor)}
-            for name, parameter in self.parameters[owner].items()
+            for name, parameter in self.parameters.get(owner, {}).items()
         }
 
     def mean_gradient(self, owner: str, name: str) -> Tensor | None:

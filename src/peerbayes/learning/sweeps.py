@@ -22,14 +22,14 @@ import torch
 
 from peerbayes import evaluation
 from peerbayes.errors import InputError, TrainingError
+from peerbayes.learning.executor import Loaded, check_jobs, train_jobs
 from peerbayes.learning.folder import OTHERS
 from peerbayes.learning.hardware import environment, pick_device
 from peerbayes.learning.how import Engine, Precision
-from peerbayes.learning.jobs import Loaded, check_jobs, train_jobs
+from peerbayes.learning.plan import Job
 from peerbayes.learning.progress import Reporter
 from peerbayes.learning.recipe import Recipe, load_recipe
 from peerbayes.learning.run import Run, slug
-from peerbayes.learning.sources import Job
 from peerbayes.learning.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.learning.study import Claim, Sampler, Study
 from peerbayes.learning.study_storage import hide_password, reaching, require_optuna
@@ -163,7 +163,7 @@ def _with_validation(
         if given > 1 and given % 1:
             raise InputError(f"--validation {given}: expected a fraction below 1, or a whole number of training images")
         changes = [*changes, f"data.validation={int(given) if given >= 1 else given}"]
-    if loaded(load_recipe(recipe, changes)).validation is not None:
+    if loaded.of_recipe(load_recipe(recipe, changes)).validation is not None:
         return list(changes)
     reporter.headline(f"no validation split: the sweep keeps {HELD_OUT:.0%} of the training images for it")
     return [*changes, f"data.validation={HELD_OUT}"]
@@ -172,7 +172,7 @@ def _with_validation(
 def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
     """Refuse a setting that can't be trained, or not be ranked."""
     try:
-        if loaded(job.recipe).validation is None:
+        if loaded.of_recipe(job.recipe).validation is None:
             raise InputError("there is no validation split to rank it by; set data.validation above 0")
         check_jobs([job], loaded=loaded, **how)
     except InputError as error:

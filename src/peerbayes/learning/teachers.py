@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.noise import Address, permutation
-from peerbayes.posteriors import Posterior, RankOne
+from peerbayes.posteriors import Posterior
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Teachers:
         for place, number in self.places:
             posterior = self.posteriors[place]
             address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
-            if isinstance(posterior, RankOne) and 1 < self.draws < posterior.members:
+            if 1 < self.draws < posterior.members:
                 address = self._of_some_member(address, posterior, step, number)
             found.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
         return found
 
-    def _of_some_member(self, address: Address, posterior: RankOne, step: int | Tensor, number: int) -> Address:
+    def _of_some_member(self, address: Address, posterior: Posterior, step: int | Tensor, number: int) -> Address:
         """Return where a draw of a member at random lies, others than those of the step's other draws."""
         # In turn, the first and the second of four would meet, and the third and the fourth, but never others.
         mixed = permutation(Address(self.seed, address.owner, "members", step), posterior.members, posterior.device)
@@ -165,7 +165,7 @@ def all_logits(
     found = {}
     if teachers is not None and len(teachers) > 1:
         found["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
-    if isinstance(student, RankOne) and student.members > 1:
+    if student.members > 1:
         student.eval()
         with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
             found["members"] = student.forward_members(images)[0].float()

@@ -6,6 +6,7 @@ from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.prediction import Prediction, predict, predict_split
+from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.posteriors.recalibration import recalibrate
 from peerbayes.posteriors.shared import Shared
@@ -17,6 +18,7 @@ __all__ = [
     "Posterior",
     "Predicate",
     "Prediction",
+    "Provenance",
     "RankOne",
     "Shared",
     "Weights",

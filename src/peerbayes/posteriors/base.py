@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -26,6 +26,7 @@ from peerbayes.posteriors.parameters import (
     take_parameters,
     under_first_names,
 )
+from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.prediction import Prediction
@@ -57,12 +58,17 @@ class Posterior(nn.Module):
         bayesian: chooses parameters by (parameter name, module that owns it).
         start_from: a trained network to take all tensors from: a module, a posterior, a state dict, or a
             safetensors file.
+        seed: with ``name``, where its draws live in predictions.
+        name: a name of its own makes peers of one seed differ.
     """
 
     _inverse_sizes: Tensor
 
     kind: ClassVar[str]
     stochastic: ClassVar[bool]
+    has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
+    made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
+    shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -76,21 +82,20 @@ class Posterior(nn.Module):
         *,
         bayesian: Predicate = conv_and_linear,
         start_from: Source | None = None,
+        seed: int = 0,
+        name: str = "peer",
     ) -> None:
         super().__init__()
-        self.seed, self.name = 0, "peer"  # where its draws live, unless a prediction says otherwise
+        self.seed, self.name = seed, name
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
-        # that of the run that has trained it: -1 for none, 0 for one that is not known
-        self.generation: int = -1 if start_from is None else getattr(start_from, "generation", 0)
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):
             raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
         source = None if start_from is None else _state_of(start_from, network)
-        self.learning = False  # whether a run has begun to change it, and has not ended
         self.plain_memory = False  # whether convolutions must not have channels last
-        self.home: tuple[Path, Any] | None = None  # folder of the run that it is of, and a mark of its state
-        self.origin: str | None = ""  # digest of what it started from; None for one that was not worked out yet
+        self.provenance = Provenance()
+        self.account: dict[str, Any] = {}  # of how it was made, where that is more than its options
         self.network = copy.deepcopy(network)
         homes = first_names(self.network)
         chosen, others, self.aliases = take_parameters(self.network, bayesian)
@@ -105,7 +110,8 @@ class Posterior(nn.Module):
             origin = str(start_from) if isinstance(start_from, str | Path) else "start_from"
             source = under_first_names(source, homes)
             chosen, others = self._adopt(source, origin, chosen, others)
-            self.origin = digest_of(chosen | others | self.network.state_dict())
+            depth = start_from.provenance.depth if isinstance(start_from, Posterior) else 0
+            self.provenance = Provenance(digest_of(chosen | others | self.network.state_dict()), depth)
         device = next(iter((chosen | others).values())).device
         self._hold(self.layout.flatten(chosen).to(device), self.rest_layout.flatten(others).to(device))
         self.register_buffer("_inverse_sizes", self.layout.inverse_sizes().to(device), persistent=False)
@@ -182,6 +188,47 @@ class Posterior(nn.Module):
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""
         raise NotImplementedError
+
+    @classmethod
+    def of_kind(cls, kind: str) -> type[Posterior]:
+        """Return the posteriors' class of a kind, such as ``mean_field``."""
+        return Posterior._kinds[kind]
+
+    @classmethod
+    def varies(cls, options: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return whether posteriors of these options predict by draws that differ."""
+        return cls.stochastic
+
+    def forward_members(
+        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...)."""
+        flat, _, extra = self.training_weights(noise)
+        logits, outputs = self.training_pass(inputs, flat, extra, layers)
+        shape = (self.members, -1)
+        whole = {layer: output.unflatten(0, shape) for layer, output in zip(layers, outputs, strict=True)}
+        return logits.unflatten(0, shape), whole
+
+    def member(self, number: int | Tensor) -> Weights:  # noqa: ARG002
+        """Return the mean weights of one of its members; a posterior of one has no other."""
+        return self.centre()
+
+    def end_epoch(
+        self,
+        moments: Mapping[str, Mapping[str, Tensor]],  # noqa: ARG002
+        gradient: Callable[[str], Tensor | None],  # noqa: ARG002
+    ) -> dict[str, Any]:
+        """Do what is due between epochs, in place, and return what is logged of it.
+
+        Args:
+            moments: what the optimiser remembers of each parameter, by name and slot.
+            gradient: a running mean of a parameter's gradient by its name, None where there is none.
+        """
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        """Return how many weights are stored in which way, for records; nothing where each has its own numbers."""
+        return {}
 
     def flat_tensors(self) -> dict[str, Tensor]:
         """Return the flat tensors in the shape of ``layout`` that a file must hold, by name."""
@@ -324,7 +371,7 @@ class Posterior(nn.Module):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
-        posterior.seed, posterior.name, posterior.generation, posterior.origin = seed, name, 0, None
+        posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
         return posterior.eval()  # see `materialise`
 
     @classmethod

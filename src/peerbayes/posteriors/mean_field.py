@@ -41,6 +41,7 @@ class MeanField(Posterior):
 
     kind: ClassVar[str] = "mean_field"
     stochastic: ClassVar[bool] = True
+    shareable: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class MeanField(Posterior):
         name: str = "peer",
     ) -> None:
         chosen = bayesian if callable(bayesian) else by_name(bayesian, network) if bayesian else conv_and_linear
-        super().__init__(network, bayesian=chosen, start_from=start_from)
+        super().__init__(network, bayesian=chosen, start_from=start_from, seed=seed, name=name)
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         if prior not in ("normal", "anchored"):
@@ -66,7 +67,6 @@ class MeanField(Posterior):
             raise InputError(f"noise is {noise!r}, expected 'gaussian' or 'radial'")
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be Bayesian")
-        self.seed, self.name = seed, name
         self.prior_std = prior_std
         self.prior = prior
         self.noise = noise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -141,19 +141,6 @@ class RankOne(Posterior):
         with capture(self.network, layers) as found:
             logits = self.run_network(rows, tensors)
         return logits, [found[layer] for layer in layers]
-
-    def forward_members(
-        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits (M, B, C) and the outputs (M, B, ...) of the named layers, of inputs (B, ...).
-
-        ``noise`` (noise_size,) makes Gaussian factors; their means without it.
-        """
-        flat, _, factors = self.training_weights(noise)
-        logits, found = self.training_pass(inputs, flat, factors, layers)
-        shape = (self.members, -1)
-        whole = {layer: output.unflatten(0, shape) for layer, output in zip(layers, found, strict=True)}
-        return logits.unflatten(0, shape), whole
 
     def _scaled_leaves(self) -> tuple[Tensor, Tensor | None]:
         """Return deviations and ρ, (M, total), whose gradients are multiplied by M where that is asked for."""
@@ -298,6 +285,11 @@ class RankOne(Posterior):
         own, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
         spread = {name: (second[name] - first[name].square()).clamp_min(0).sqrt().float() for name in first}
         return self.layout.flatten(zeros | {name: own[name].abs() * spread[name] for name in spread})
+
+    @classmethod
+    def varies(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether its members predict, and not their average."""
+        return bool(options.get("predicts") != "average")
 
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the values of the factors are in the file."""

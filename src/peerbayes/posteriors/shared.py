@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -83,6 +83,7 @@ class Shared(Posterior):
 
     kind: ClassVar[str] = "shared"
     stochastic: ClassVar[bool] = True
+    made_of_posterior: ClassVar[bool] = True
 
     component: nn.Parameter
     cholesky: nn.Parameter
@@ -137,8 +138,8 @@ class Shared(Posterior):
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name
-        self.account: dict[str, Any] = {}  # of how the codebook was made, where it was made here
-        self.merging: dict[str, Any] | None = None  # how components merge at the end of every epoch, where they do
+        # Merges components at the end of every epoch, where that is wanted: of (self, moments, gradient) makes a log.
+        self.merging: Callable[[Shared, list[Tensor], Tensor | None], dict[str, Any]] | None = None
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
         every = (*self.layout.shapes, *self.rest_layout.shapes)
@@ -324,6 +325,15 @@ class Shared(Posterior):
     def codebook(self) -> Codebook:
         """Return the codebook as it is now."""
         return Codebook(**{field.name: getattr(self, field.name) for field in fields(Codebook)})
+
+    def end_epoch(
+        self, moments: Mapping[str, Mapping[str, Tensor]], gradient: Callable[[str], Tensor | None]
+    ) -> dict[str, Any]:
+        """Merge components that have come near each other, where that is wanted."""
+        if self.merging is None:
+            return {}
+        slots = [slot for name in ("component", "cholesky") for slot in moments.get(name, {}).values() if slot.dim()]
+        return {"merging": self.merging(self, slots, gradient("component"))}
 
     def counts(self) -> dict[str, int]:
         """How many outliers, blended weights and components there are."""

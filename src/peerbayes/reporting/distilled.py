@@ -15,15 +15,14 @@ from torch import Tensor
 from peerbayes.data import Dataset, to_unit
 from peerbayes.errors import InputError
 from peerbayes.evaluation import barrier, loss_between, pairwise_diversity
-from peerbayes.learning import Run
+from peerbayes.learning import Run, parents_of
 from peerbayes.learning.building import build_teachers
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.perturbing import PICKS, Perturbation
 from peerbayes.learning.settings import Kind, Perturb
-from peerbayes.learning.sources import Job
 from peerbayes.learning.teachers import Teachers, all_logits
 from peerbayes.noise import Address, permutation
-from peerbayes.posteriors import Posterior, RankOne
+from peerbayes.posteriors import Posterior
 from peerbayes.reporting.figures import COLOURS, name_epochs, panels, scale_by_logarithm
 from peerbayes.reporting.groups import open_runs
 
@@ -60,7 +59,7 @@ def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, 
     """Return the networks of a run that have one form, as tensors by name, and a posterior over that form."""
     peers = {name: run[name].to(device) for name in run}
     first = next(iter(peers.values()))
-    if len(peers) == 1 and isinstance(first, RankOne) and first.members > 1:
+    if len(peers) == 1 and first.members > 1:
         return first, [first.member(number) for number in range(first.members)]
     if len(peers) < 2 or any(peer.layout.shapes != first.layout.shapes for peer in peers.values()):
         raise InputError(f"{run.folder}: expected a rank-one student, or several peers of one network")
@@ -97,7 +96,7 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
     where, series = pick_device(device), []
     for run in open_runs(folders):
         loaded = run.data(root)
-        teachers = build_teachers(Job(run.recipe, run.folder, run.seed), loaded, where)
+        teachers = build_teachers(parents_of(run), loaded, where)
         if teachers is None or len(teachers) < 2:
             raise InputError(f"{run.folder}: expected a student of two teachers or more")
         if loaded.vocabulary is not None:

@@ -13,11 +13,10 @@ from pydantic import Field
 
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.evaluation import summarise
-from peerbayes.importing import in_run
-from peerbayes.learning import Run
+from peerbayes.learning import Run, parents_of
+from peerbayes.learning.plan import folder_of
 from peerbayes.learning.run import read_json
 from peerbayes.learning.settings import CUSTOM
-from peerbayes.learning.sources import Job, source_of
 from peerbayes.reporting.records import Record, find_runs
 from peerbayes.schema import Table
 
@@ -123,9 +122,7 @@ def _why_not(run: Run, finished: bool, own: bool) -> str:
 
 
 def _started_from(run: Run) -> set[Path]:
-    with in_run():
-        sources = [source_of(peer, run.recipe, run.seed, run.folder.parent) for peer in run.recipe.peers]
-    return {(source.folder if isinstance(source, Job) else source.parent).resolve() for source in sources if source}
+    return {folder_of(start).resolve() for start in parents_of(run).starts.values()}
 
 
 def by_setting(runs: Iterable[Run]) -> list[dict[int, Run]]:

@@ -17,12 +17,11 @@ from torch import Tensor
 from peerbayes.data import to_unit
 from peerbayes.errors import InputError, within
 from peerbayes.evaluation import Summary, summarise
-from peerbayes.importing import in_run
-from peerbayes.learning import Run
+from peerbayes.learning import Node, Run, parents_of
 from peerbayes.learning.hardware import pick_device
+from peerbayes.learning.plan import Parent
 from peerbayes.learning.run import peers_at
 from peerbayes.learning.settings import Teachers
-from peerbayes.learning.sources import Job, source_of, teacher_sources
 from peerbayes.posteriors import Posterior
 from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.records import Record, evaluate, find_runs
@@ -65,17 +64,14 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
 
 def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[str]]]:
     """Return the runs that a run needed, each with the peers that it needed, as they were made; then itself."""
-    recipe, job = run.recipe, Job(run.recipe, run.folder, run.seed)
-    wanted: list[tuple[Path | Job | None, Teachers | None]] = []
-    with in_run():
-        wanted += [(source_of(peer, recipe, run.seed, run.folder.parent), None) for peer in recipe.peers]
-        wanted += [(source, recipe.teachers) for source in teacher_sources(job)]
+    node = parents_of(run)
+    wanted: list[tuple[Parent, Teachers | None]] = [(start, None) for start in node.starts.values()]
+    wanted += [(source, run.recipe.teachers) for source in node.teachers]
     found: dict[Path, tuple[Run, list[str]]] = {}
     for source, teachers in wanted:
-        if source is None:
-            continue
+        assert not isinstance(source, Posterior)  # which only plans made from Python have
         with within(f"a step before {run.folder}"):
-            before, names = peers_at(source.folder if isinstance(source, Job) else source)
+            before, names = peers_at(source.folder if isinstance(source, Node) else source)
         taken = [name for name in names if teachers is None or teachers.has(name)]
         for place, (step, some) in _steps(before, taken).items():
             known = found.get(place, (step, []))[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from peerbayes.learning import Run, environment
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.recipe import changes_of
 from peerbayes.learning.run import runs_below
-from peerbayes.posteriors import Posterior, RankOne, Shared, storage
+from peerbayes.posteriors import Posterior, storage
 from peerbayes.posteriors.prediction import entropy_of
 from peerbayes.reporting.averaged import judge_averages
 from peerbayes.reporting.outside import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
@@ -83,8 +83,10 @@ def evaluate(
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
-        if averaged and isinstance(posterior, RankOne):
-            found["averaged"] = judge_averages(posterior, name, loaded, run.recipe.data.augment, predict, judge)
+        if averaged and posterior.members > 1:
+            found["averaged"] = judge_averages(
+                cast(Any, posterior), name, loaded, run.recipe.data.augment, predict, judge
+            )
         peers.append(found)
         log_probabilities.append(log_p)
         expected.append(entropy_of(log_p) - disagreement)  # (1/S) Σ_s H[p_s]
@@ -187,8 +189,8 @@ def _judge(
             "confidence": plain(diagram.confidence),
         },
     }
-    if isinstance(posterior, Shared):
-        found["codebook"] = posterior.counts()
+    if counts := posterior.counts():
+        found["codebook"] = counts
         if (account := run.account(name)) is not None:
             merged = account.merging.get("merged", 0)
             found["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}

@@ -16,7 +16,7 @@ from peerbayes.importing import trusting
 from peerbayes.learning import Run, source_weights
 from peerbayes.learning.hardware import pick_device
 from peerbayes.learning.run import peers_at
-from peerbayes.posteriors import MeanField, Posterior, Shared, storage
+from peerbayes.posteriors import Posterior, storage
 from peerbayes.posteriors.quantised import Form, forms
 from peerbayes.reporting.outside import figures_of
 from peerbayes.reporting.records import Record, find_runs
@@ -87,8 +87,7 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
         "same_posterior": str(file),
     }
     same = posterior
-    if isinstance(posterior, Shared):
-        counts = posterior.counts()
+    if counts := posterior.counts():
         record |= counts | {"paper_count": paper_count(**counts), "same_posterior": None}
         source = _source(run, name, posterior)
         if source is not None:
@@ -117,7 +116,7 @@ def paper_count(outliers: int, blended: int, components: int) -> int:
     return outliers + blended + 2 * components
 
 
-def _source(run: Run, name: str, posterior: Shared) -> tuple[Path, MeanField] | None:
+def _source(run: Run, name: str, posterior: Posterior) -> tuple[Path, Posterior] | None:
     """Return the mean-field posterior that a codebook was made of, where it is still there."""
     path = source_weights(run, name)
     if path is None:
@@ -126,7 +125,7 @@ def _source(run: Run, name: str, posterior: Shared) -> tuple[Path, MeanField] | 
     if not run.began_with(name, found):
         warnings.warn(f"{path}: holds other weights than {run.folder} was made of", PeerbayesWarning, stacklevel=2)
         return None
-    return (path, found) if isinstance(found, MeanField) else None
+    return (path, found) if found.shareable else None
 
 
 @dataclass(frozen=True)

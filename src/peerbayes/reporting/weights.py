@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from peerbayes.errors import InputError, nearest
 from peerbayes.learning import Run
 from peerbayes.noise import Address, permutation
-from peerbayes.posteriors import MeanField, Posterior, Shared
+from peerbayes.posteriors import Posterior, Shared
 from peerbayes.reporting.figures import COLOURS, panels
 from peerbayes.reporting.groups import experiment_of, open_runs
 from peerbayes.reporting.records import Record
@@ -47,9 +47,9 @@ def pictured(run: Run, layer: str | None = None) -> list[Record]:
     found = []
     for name in run:
         peer = run[name]
-        if isinstance(peer, MeanField | Shared):
+        if peer.shareable or peer.counts():
             place = _place(peer, layer, run)
-            numbers = _of_components(peer, place) if isinstance(peer, Shared) else _of_weights(peer, place)
+            numbers = _of_components(cast(Any, peer), place) if peer.counts() else _of_weights(peer, place)
             title = f"{run.recipe.method}, seed {run.seed}" + (f", {name}" if len(run) > 1 else "")
             about = {"label": f"{title} · {' · '.join(experiment_of(run))}", "folder": str(run.folder), "peer": name}
             found.append({**about, "kind": peer.kind, "weights": place.stop - place.start, **numbers})
@@ -60,7 +60,7 @@ def pictured(run: Run, layer: str | None = None) -> list[Record]:
 
 def shared_picture(run: Run) -> dict[str, Figure]:
     """Return the picture of a run whose weights are shared, by its caption; nothing of other runs."""
-    if not any(isinstance(run[name], Shared) for name in run):
+    if not any(run[name].counts() for name in run):
         return {}
     caption = "The weights by mean and scale: components, weights that blend two of them, and outliers."
     return {caption: draw_posterior({"layer": None, "series": pictured(run)})}
@@ -79,7 +79,7 @@ def _place(peer: Posterior, layer: str | None, run: Run) -> slice:
 
 
 @torch.no_grad()
-def _of_weights(peer: MeanField, place: slice) -> Record:
+def _of_weights(peer: Posterior, place: slice) -> Record:
     """Return a histogram over the plane, (means, scales), and where the tails of the means begin."""
     mean, scale = peer.mean[place].cpu(), peer.std[place].cpu()
     edges = [_edges(mean, BINS, False), _edges(scale, LEVELS, _is_wide(scale))]

@@ -7,12 +7,14 @@ from peerbayes.sharing.merging import merge
 from peerbayes.sharing.moments import components_of
 from peerbayes.sharing.neighbours import nearest
 from peerbayes.sharing.outliers import blends, outliers, steepest
+from peerbayes.sharing.peer import blank_shared, shared_of
 from peerbayes.sharing.thrift import thrifty
 from peerbayes.sharing.trained import merge_trained
 
 __all__ = [
     "Components",
     "Sharing",
+    "blank_shared",
     "blends",
     "components_of",
     "em",
@@ -26,6 +28,7 @@ __all__ = [
     "nearest",
     "outliers",
     "share",
+    "shared_of",
     "shared_weights",
     "steepest",
     "thrifty",

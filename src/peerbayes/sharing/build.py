@@ -13,7 +13,7 @@ from torch import Tensor
 from peerbayes.data import Split, order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.noise import Address
-from peerbayes.posteriors import Codebook, MeanField
+from peerbayes.posteriors import Codebook, Posterior
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.modes import evaluating
 from peerbayes.posteriors.shared import usually_shared
@@ -48,7 +48,7 @@ class Sharing:
     merge: dict[str, Any] = field(default_factory=dict)
 
 
-def shared_weights(posterior: MeanField) -> tuple[Layout, Tensor, Tensor]:
+def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
     """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
     names = usually_shared(posterior.network, posterior.layout.shapes)
     if not names:
@@ -60,7 +60,7 @@ def shared_weights(posterior: MeanField) -> tuple[Layout, Tensor, Tensor]:
 
 
 def share(
-    posterior: MeanField, options: Sharing, gradient: Tensor | None, seed: int = 0
+    posterior: Posterior, options: Sharing, gradient: Tensor | None, seed: int = 0
 ) -> tuple[Codebook, dict[str, Any]]:
     """Make a codebook of a mean-field posterior's weights; return it with an account of what was done.
 
@@ -201,7 +201,7 @@ def cholesky_of(covariance: Tensor) -> Tensor:
     return torch.stack([a, b, c], 1)
 
 
-def gradient_statistic(posterior: MeanField, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
+def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
     """Return the mean over batches of an epoch of |∂ CE / ∂ μ_i| for the weights to be shared, (n,), one draw a batch.
 
     Batch-norm runs with its running statistics; nothing of the posterior changes.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors import Point, Posterior, Weights
+from peerbayes.posteriors import Posterior, Weights
 from peerbayes.posteriors.base import Reduction
 
 
@@ -158,7 +158,7 @@ class Step:
     def need_scales(self, why: str, *peers: str) -> None:
         """Refuse peers whose weights have no scales: points. ``why`` says what needs them."""
         for peer in peers:
-            if isinstance(self._batch.outputs[peer].posterior, Point):
+            if not self._batch.outputs[peer].posterior.has_scales:
                 raise InputError(f"{why} needs Bayesian peers, but '{peer}' is a point")
 
     def module(self, peer: str) -> nn.Module:
