@@ -184,8 +184,13 @@ def test_a_run_that_is_finished_gives_its_peers_what_they_have_learnt(tmp_path):
 def test_what_was_interrupted_goes_on_with_the_posterior_that_has_learnt_a_part(tmp_path, monkeypatch):
     how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
     given = pb.Point(small(0), start_from=small(1))
-    monkeypatch.setattr(Session, "finish", lambda _: None)
-    pb.fit({"a": given}, checkpoint_every=2, **how)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pb.fit({"a": given}, checkpoint_every=2, **how)
     monkeypatch.undo()
     assert pb.fit({"a": given}, resume=True, **how).finished
 
