@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from peerbayes import MeanField, Recipe
 from peerbayes.data import ArraySplit, Dataset
-from peerbayes.learning.loop import Learner
 from peerbayes.networks import Inputs, build
+from peerbayes.training.learner import Learner
 
 OURS, BAYESIAN_TORCH, TORCH_UNCERTAINTY = "peerbayes", "bayesian-torch", "torch-uncertainty"
 LIBRARIES = (OURS, BAYESIAN_TORCH, TORCH_UNCERTAINTY)

@@ -43,9 +43,12 @@ from torch import Tensor, nn
 
 from index_codec import damage, damaged_tables
 from peerbayes import Address, InputError
-from peerbayes.learning import environment
-from peerbayes.posteriors import Codebook, Posterior, Shared, index_codec, storage
-from peerbayes.posteriors.shared_file import COLUMNS, SHARES, _by_layer, _padded
+from peerbayes.codebook import coder as index_codec
+from peerbayes.codebook.book import Codebook
+from peerbayes.codebook.file import COLUMNS, SHARES, _by_layer, _padded
+from peerbayes.codebook.shared import Shared
+from peerbayes.engine.devices import environment
+from peerbayes.posteriors import Posterior, storage
 
 MEMORY = 256 << 20  # bytes of address space that loads may add to what a worker begins with
 SECONDS = 5  # of the processor that one load may take: a busy machine is no fault

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from peerbayes import learning, networks
+from peerbayes import load, networks
+from peerbayes.codebook.build import Sharing, share, shared_weights
+from peerbayes.codebook.coder import arrange, encode
 from peerbayes.data import to_unit
-from peerbayes.learning.hardware import environment
-from peerbayes.learning.inputs import network_inputs
+from peerbayes.engine.devices import environment
 from peerbayes.posteriors import MeanField
-from peerbayes.posteriors.index_codec import arrange, encode
-from peerbayes.sharing import Sharing, share, shared_weights
+from peerbayes.recipes.recipe_data import load_data, network_inputs
 
 SETTINGS = [{"components": count} for count in (16, 32, 64, 256)]
 SETTINGS += [{"thrift": thrift} for thrift in (0.003, 0.006, 0.012, 0.03)]
@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    run = learning.load(given.run)
+    run = load(given.run)
     (peer,) = run
-    loaded = learning.load_data(run.recipe, given.data_root)
+    loaded = load_data(run.recipe, given.data_root)
     images, labels = to_unit(loaded.test.images[: given.images]), loaded.test.labels[: given.images]
     network = networks.build(run.recipe.peers[0].network, network_inputs(loaded))
     posterior = MeanField(network, gain=0.01, start_from=run.weights_file(peer))

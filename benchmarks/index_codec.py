@@ -9,7 +9,7 @@
 Without runs the networks are drawn, not trained: weights are Gaussian with He's variance; standard deviations are 0.01
 of Xavier's bound, 10 % of scatter; 1.8 % of the weights are outliers (the largest, and as many at random). The codebook
 is found by k-means of the means alone (``mean``), or of means and standard deviations (``both``); ``arranged``
-renumbers the latter as `peerbayes.posteriors.index_codec.arrange` says. constriction, pcodec, zstandard and brotli are
+renumbers the latter as `peerbayes.codebook.coder.arrange` says. constriction, pcodec, zstandard and brotli are
 compared where installed. The general coders get 16-bit numbers, and two rows of bytes (low, high) where that is
 smaller; constriction gets the tables that ours makes, so that it differs in the coder alone. Single core.
 """
@@ -39,12 +39,14 @@ import torch
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
+from peerbayes.codebook import coder as index_codec
+from peerbayes.codebook.coder import Ints, arrange, decode, encode
+from peerbayes.codebook.file import index_of
+from peerbayes.codebook.shared import Shared
+from peerbayes.engine.devices import environment
 from peerbayes.errors import InputError
-from peerbayes.learning import environment, load
-from peerbayes.posteriors import Shared, index_codec
-from peerbayes.posteriors.index_codec import Ints, arrange, decode, encode
-from peerbayes.posteriors.shared_file import index_of
 from peerbayes.posteriors.storage import write_bytes
+from peerbayes.runs.run import load
 
 OUTLIERS = 0.018
 RESNET20 = [(16, 27), *[(16, 144)] * 6, (32, 144), *[(32, 288)] * 5, (64, 288), *[(64, 576)] * 5, (100, 64)]

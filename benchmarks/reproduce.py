@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerbayes.learning import default_folder
+from peerbayes.runs.run import default_folder
 
 
 @dataclass(frozen=True)

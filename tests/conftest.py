@@ -12,8 +12,8 @@ from hypothesis import settings
 
 from peerbayes import terms
 from peerbayes.data import data_root
-from peerbayes.learning import engine
-from peerbayes.terms import registry
+from peerbayes.engine import engines as engine
+from peerbayes.terms import definition as registry
 
 torch.set_num_threads(1)
 settings.register_profile("unhurried", deadline=None)  # how long a case takes is the machine's affair

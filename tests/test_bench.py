@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from commands import called, refused
-from peerbayes import bench, cli, networks
-from peerbayes.bench import theirs
-from peerbayes.bench.figures import NEEDS_GPU, RATIOS
-from peerbayes.bench.shared import VIT, SharedWeights, vit_weights
+from peerbayes import cli, networks
+from peerbayes.bench import measuring, theirs
+from peerbayes.bench.codebooks import VIT, SharedWeights, vit_weights
+from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of
 from peerbayes.bench.theirs import THEIRS
-from peerbayes.learning import Reporter
-from peerbayes.posteriors import prediction
-from peerbayes.reporting.figures import bench_figure, png
+from peerbayes.bench.timing import Bench
+from peerbayes.inference import prediction
+from peerbayes.reports.figures import bench_figure, png
+from peerbayes.training.reporters import Reporter
 
 HEADLINES = {
     "pair_epoch_s", "packed3_epoch_s", "deterministic_pair_epoch_s", "bayesian_over_deterministic", "single_step_ms",
@@ -25,7 +26,7 @@ HEADLINES = {
 
 
 def run(path, only=(), budget=None):
-    return bench.run("cpu", path, only, True, budget, Reporter())[0]
+    return measuring.run("cpu", path, only, True, budget, Reporter())[0]
 
 
 def leaves(figures, above=""):
@@ -54,8 +55,8 @@ def stopwatch(monkeypatch):
         medians = {"single_step_ms": 2.0} | dict(zip(THEIRS, (9.0, 6.0), strict=True))
         return {key: {"median": value, "setup_s": 0.5} for key, value in medians.items()}
 
-    monkeypatch.setattr(bench.Bench, "epochs", fake)
-    monkeypatch.setattr(bench.Bench, "predictions", fake_prediction)
+    monkeypatch.setattr(Bench, "epochs", fake)
+    monkeypatch.setattr(Bench, "predictions", fake_prediction)
     monkeypatch.setattr(theirs, "steps", fake_steps)
     return asked
 
@@ -102,7 +103,7 @@ def test_derived_figures_are_quotients_of_their_parts():
         medians |= {f"sharing.{name}_step_ms": ms, f"sharing.predict_{name}_s": ms * ms}
     measured = {key: {"median": value} for key, value in medians.items()}
     measured["pair_epoch_s"]["peak_memory_gib"] = 0.75
-    found = bench.figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
+    found = figures_of([*medians, "eager_pair_epoch_s", "compiled_pair_epoch_s"], measured, batch=128)
     figures = found["figures"]
     assert figures["bayesian_torch_step_ms"] == 24  # the faster of the two
     assert figures["packed_network_step_ms"] == pytest.approx(3900 / 390 / 6)
@@ -248,8 +249,8 @@ def test_a_vit_is_clustered_on_a_cpu_only_by_name(tmp_path, monkeypatch, only):
     for name in ("draws", "steps", "predictions"):
         monkeypatch.setattr(SharedWeights, name, lambda _self: 1 / 0)
     monkeypatch.setattr(SharedWeights, "_clustering", fake)
-    monkeypatch.setattr("peerbayes.bench.shared.vit_weights", lambda wide: torch.nn.Linear(wide, 1))
-    record = bench.run("cpu", tmp_path / "b.json", only, False, None, Reporter())[0]
+    monkeypatch.setattr("peerbayes.bench.codebooks.vit_weights", lambda wide: torch.nn.Linear(wide, 1))
+    record = measuring.run("cpu", tmp_path / "b.json", only, False, None, Reporter())[0]
     found = record["figures"]["sharing"]
     assert found["clustering_s"] == len("sharing.clustering_s")
     if VIT in only:
@@ -283,7 +284,7 @@ def test_an_engine_that_gives_up_is_a_failure(tmp_path, monkeypatch):
     def give_up(self):
         self.reporter.warn("going on eagerly")
 
-    monkeypatch.setattr("peerbayes.learning.loop.Learner._begin_engine", give_up)
+    monkeypatch.setattr("peerbayes.training.learner.Learner._begin_engine", give_up)
     record = run(tmp_path / "b.json", ["pair_epoch_s"])
     assert record["notes"]["pair_epoch_s"] == "RuntimeError: going on eagerly"
 

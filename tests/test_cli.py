@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 import peerbayes
 from commands import QUIET, called, change, contents, ended, process, refused, save_npz, write_small
 from peerbayes import cli, networks
-from peerbayes.learning import Recipe, Run, load_recipe, packaged
-from peerbayes.learning.space import parse_axes
 from peerbayes.posteriors import storage
+from peerbayes.recipes.recipe import Recipe, load_recipe, packaged
+from peerbayes.runs.run import Run
+from peerbayes.studies.space import parse_axes
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +449,7 @@ def test_grey_images_are_corrupted_too(trained):
 
 
 def test_corrupted_images_that_are_not_there_are_told_before_anything_is_judged(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("peerbayes.learning.Run.predict_split", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("peerbayes.runs.run.Run.predict_split", lambda *_, **__: 1 / 0)
     found = refused(capsys, "evaluate", trained[0], "--corrupted", tmp_path, "--device", "cpu")
     assert found.startswith(f"{tmp_path}/gaussian_noise.npy: there is no such file; ")
 
@@ -608,7 +609,7 @@ def test_a_run_replays_what_was_evaluated_and_finds_its_data_from_anywhere(train
     for peer in record["peers"]:
         found = run[peer["name"]].predict(test.images, 3)
         assert (found.address.seed, found.address.owner) == (5, peer["name"])
-        assert peerbayes.evaluation.nll_from_log(found.log_probabilities, test.labels) == peer["nll"]
+        assert peerbayes.metrics.scores.nll_from_log(found.log_probabilities, test.labels) == peer["nll"]
         with pytest.raises(peerbayes.InputError, match="there is no draw 3"):
             found.replay(3)
 

@@ -16,7 +16,7 @@ FILES = [path for path in sorted(TESTS.rglob("*.py")) if path not in (TESTS / "c
 NAMES = ("attr-defined", "name-defined", "call-arg")
 ROTTEN = """
 import pytest
-from peerbayes.learning import Learner
+from peerbayes.training.learner import Learner
 
 @pytest.mark.gpu
 def test_rotten(learner: Learner):

@@ -13,25 +13,34 @@ import peerbayes
 ROOT = Path(peerbayes.__file__).parent
 ROOMS = [
     "errors",
+    "lazy",
+    "moved",
     "importing",
-    "noise",
     "schema",
-    "divergences",
-    "dirichlet",
-    "quadratic",
+    "math",
     "networks",
     "data",
+    "kernels",
     "posteriors",
-    "sharing",
-    "evaluation",
+    "codebook",
+    "inference",
+    "metrics",
     "terms",
-    "learning",
-    "reporting",
+    "recipes",
+    "engine",
+    "training",
+    "runs",
+    "api",
+    "reports",
+    "papers",
+    "studies",
     "demo",
     "bench",
     "cli",
     "__main__",
 ]
+# `Posterior.predict` is a door to the room that predicts: an object's verb, imported when it is called.
+DOORS = {("posteriors/base.py", "inference"), ("posteriors/rank_one.py", "inference")}
 HEAVY = ["torch", "numpy", "scipy", "sklearn", "matplotlib", "pydantic", "timm"]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
@@ -109,7 +118,9 @@ def imported_rooms(tree):
 
 def upward(path, text):
     room = room_of(path)
-    return [r for r in imported_rooms(ast.parse(text)) if r != room and ROOMS.index(r) > ROOMS.index(room)]
+    doors = {door for file, door in DOORS if path == ROOT / file}
+    found = imported_rooms(ast.parse(text))
+    return [r for r in found if r != room and r not in doors and ROOMS.index(r) > ROOMS.index(room)]
 
 
 def test_every_file_has_a_room():
@@ -125,8 +136,8 @@ def test_a_room_imports_only_from_rooms_above_it(path):
 @pytest.mark.parametrize(
     "text",
     [
-        "from peerbayes import learning",
-        "import peerbayes.learning.loop",
+        "from peerbayes import training",
+        "import peerbayes.training.learner",
         "def f():\n    from peerbayes.terms import term",
         "if TYPE_CHECKING:\n    from peerbayes.cli import app",
     ],

@@ -13,15 +13,15 @@ from torch import nn
 
 from peerbayes import networks
 from peerbayes.errors import InputError
+from peerbayes.inference.folding import Folded
+from peerbayes.math.noise import Address
 from peerbayes.networks import Inputs, Normalize, build, capture, find_layer, starting_point
 from peerbayes.networks.googlenet import Inception
 from peerbayes.networks.projection_resnet import Basic, Bottleneck, ProjectionResNet
 from peerbayes.networks.resnet import BasicBlock
 from peerbayes.networks.vgg import VGG
 from peerbayes.networks.wide_resnet import PreActivationBlock, WideResNet
-from peerbayes.noise import Address
 from peerbayes.posteriors import MeanField
-from peerbayes.posteriors.folding import Folded
 
 CIFAR = Inputs(10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 DIGITS = Inputs(10, (1, 8, 8), (0.3,), (0.4,))

@@ -12,9 +12,9 @@ from torch import nn
 from peerbayes import MeanField, Point
 from peerbayes.data import TextOptions, load
 from peerbayes.errors import InputError
+from peerbayes.math.noise import Address
 from peerbayes.networks import Inputs, WordVectors, build
 from peerbayes.networks.text import CharCNN, FastText, SequenceClassifier
-from peerbayes.noise import Address
 
 WORDS = Inputs(3, (6,), (), (), tokens=9)
 CHARACTERS = Inputs(4, (130,), (), (), tokens=71)

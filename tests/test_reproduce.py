@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerbayes.learning import load_recipe
+from peerbayes.recipes.recipe import load_recipe
 
 
 @pytest.fixture

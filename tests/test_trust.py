@@ -123,14 +123,15 @@ CODE = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[1])
 import peerbayes as pb
-from peerbayes import reporting
+from peerbayes import reports
+from peerbayes.papers.catalogue import write_figure
 run, mark = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 tries = {
     "load": lambda **how: pb.load(run, **how)["only"],
     "evaluate": lambda **how: pb.evaluate(run, device="cpu", **how),
-    "predict": lambda **how: reporting.predict_inputs(run, run / "image.png", device="cpu", **how),
-    "sizes": lambda **how: list(reporting.sizes(run, **how)),
-    "figure": lambda **how: reporting.write_figure("confidence", [run], mark.parent / "f.png", device="cpu", **how),
+    "predict": lambda **how: reports.predict_inputs(run, run / "image.png", device="cpu", **how),
+    "sizes": lambda **how: list(reports.sizes(run, **how)),
+    "figure": lambda **how: write_figure("confidence", [run], mark.parent / "f.png", device="cpu", **how),
 }
 for name, attempt in tries.items():
     try:

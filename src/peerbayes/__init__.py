@@ -8,104 +8,127 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from peerbayes.moved import install
+
 if TYPE_CHECKING:
     from peerbayes import (
+        codebook,
         data,
-        divergences,
-        evaluation,
-        learning,
+        inference,
+        metrics,
         networks,
-        noise,
+        papers,
         posteriors,
-        reporting,
-        sharing,
+        reports,
+        runs,
         terms,
+        training,
     )
-    from peerbayes.errors import InputError
-    from peerbayes.learning import Recipe, Run, compress, distill, fit, load, load_recipe, train
-    from peerbayes.networks import network
-    from peerbayes.noise import Address
-    from peerbayes.posteriors import MeanField, Point, Posterior, Prediction, RankOne, Shared, Weights
-    from peerbayes.reporting import evaluate
-    from peerbayes.terms import Step, term
+    from peerbayes.api.compressing import compress
+    from peerbayes.api.distilling import distill
+    from peerbayes.api.fitting import fit, train
+    from peerbayes.codebook.shared import Shared
+    from peerbayes.errors import InputError, PeerbayesWarning
+    from peerbayes.inference.prediction import Prediction
+    from peerbayes.math.noise import Address
+    from peerbayes.networks.registry import network
+    from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.mean_field import MeanField
+    from peerbayes.posteriors.point import Point
+    from peerbayes.posteriors.rank_one import RankOne
+    from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.records import evaluate
+    from peerbayes.runs.run import Run, load
+    from peerbayes.terms.definition import term
+    from peerbayes.terms.step import Step
+    from peerbayes.training.reporters import ConsoleReporter, Reporter
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Address": "noise",
+    "Address": "math.noise",
+    "ConsoleReporter": "training.reporters",
     "InputError": "errors",
-    "MeanField": "posteriors",
-    "Point": "posteriors",
-    "Posterior": "posteriors",
-    "Prediction": "posteriors",
-    "RankOne": "posteriors",
-    "Shared": "posteriors",
-    "Recipe": "learning",
-    "Run": "learning",
-    "Step": "terms",
-    "Weights": "posteriors",
-    "compress": "learning",
-    "distill": "learning",
-    "evaluate": "reporting",
-    "fit": "learning",
-    "load": "learning",
-    "load_recipe": "learning",
-    "network": "networks",
-    "term": "terms",
-    "train": "learning",
+    "MeanField": "posteriors.mean_field",
+    "PeerbayesWarning": "errors",
+    "Point": "posteriors.point",
+    "Posterior": "posteriors.base",
+    "Prediction": "inference.prediction",
+    "RankOne": "posteriors.rank_one",
+    "Recipe": "recipes.recipe",
+    "Reporter": "training.reporters",
+    "Run": "runs.run",
+    "Shared": "codebook.shared",
+    "Step": "terms.step",
+    "Weights": "posteriors.base",
+    "compress": "api.compressing",
+    "distill": "api.distilling",
+    "evaluate": "reports.records",
+    "fit": "api.fitting",
+    "load": "runs.run",
+    "load_recipe": "recipes.recipe",
+    "network": "networks.registry",
+    "term": "terms.definition",
+    "train": "api.fitting",
 }
 _ROOMS = (
+    "codebook",
     "data",
-    "divergences",
-    "evaluation",
-    "learning",
+    "inference",
+    "metrics",
     "networks",
-    "noise",
+    "papers",
     "posteriors",
-    "reporting",
-    "sharing",
+    "reports",
+    "runs",
     "terms",
+    "training",
 )
+_MOVED = install()
 
 __all__ = [
     "Address",
+    "ConsoleReporter",
     "InputError",
     "MeanField",
+    "PeerbayesWarning",
     "Point",
     "Posterior",
     "Prediction",
     "RankOne",
     "Recipe",
+    "Reporter",
     "Run",
     "Shared",
     "Step",
     "Weights",
+    "codebook",
     "compress",
     "data",
     "distill",
-    "divergences",
     "evaluate",
-    "evaluation",
     "fit",
-    "learning",
+    "inference",
     "load",
     "load_recipe",
+    "metrics",
     "network",
     "networks",
-    "noise",
+    "papers",
     "posteriors",
-    "reporting",
-    "sharing",
+    "reports",
+    "runs",
     "term",
     "terms",
     "train",
+    "training",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"peerbayes.{_HOMES[name]}"), name)
-    if name in _ROOMS:
+    if name in _ROOMS or name in _MOVED:
         return importlib.import_module(f"peerbayes.{name}")
     raise AttributeError(f"module 'peerbayes' has no attribute '{name}'")
 

@@ -10,22 +10,26 @@ from pathlib import Path
 
 import torch
 
-from peerbayes import reporting
-from peerbayes.learning import Reporter, Run, default_folder, load_recipe, train
+from peerbayes.api.fitting import train
 from peerbayes.posteriors.storage import write_bytes
-from peerbayes.reporting.figures import png, reliability_figure, retention_figure
+from peerbayes.recipes.recipe import load_recipe
+from peerbayes.reports.figures import png, reliability_figure, retention_figure
+from peerbayes.reports.page import report_page
+from peerbayes.reports.records import Record, evaluate, write_record
+from peerbayes.runs.run import Run, default_folder
+from peerbayes.training.reporters import Reporter
 
 SOURCE, OTHERS = "dnn", ("vanilla", "dml", "ours")
 
 
-def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[reporting.Record]:
+def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     """Train (or go on with) ``mutual/digits-*`` over some seeds into ``out``, and return the records.
 
     The networks are far too small to keep several cores busy, so the runs go side by side, one core each.
     """
     first = [(SOURCE, seed) for seed in seeds]
     rest = [(method, seed) for method in OTHERS for seed in seeds]
-    records: dict[tuple[str, int], reporting.Record] = {}
+    records: dict[tuple[str, int], Record] = {}
     reporter.headline(f"{len(first) + len(rest)} runs on digits, a core each")
     workers = min(os.cpu_count() or 1, len(rest))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
@@ -45,20 +49,20 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _work(out: Path, method: str, seed: int) -> reporting.Record:
+def _work(out: Path, method: str, seed: int) -> Record:
     name = f"mutual/digits-{method}"
     folder = default_folder(name, seed, out / "runs")
     done = train(load_recipe(name), folder, seed=seed, resume=folder.exists(), device="cpu")
-    record = reporting.evaluate(done, device="cpu")
-    reporting.write_record(folder / "evaluation.json", record)
+    record = evaluate(done, device="cpu")
+    write_record(folder / "evaluation.json", record)
     return record
 
 
-def _report(out: Path, records: list[reporting.Record], seed: int) -> None:
-    reporting.write_record(out / "records.json", records)
+def _report(out: Path, records: list[Record], seed: int) -> None:
+    write_record(out / "records.json", records)
     write_bytes(out / "retention.png", png(retention_figure(records)))
     write_bytes(out / "reliability.png", png(reliability_figure(records)))
     last = Run(default_folder("mutual/digits-ours", seed, out / "runs"))
     caption = f"Ours, seed {seed}: what each term contributes, averaged over peers."
-    page = reporting.report_page(records, "Learning from one another, on digits", {caption: last.metrics})
+    page = report_page(records, "Learning from one another, on digits", {caption: last.metrics})
     write_bytes(out / "report.html", page.encode())

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torchvision.transforms import functional as vision
 from torchvision.transforms.v2 import RandomResizedCrop
 
-from peerbayes import noise
 from peerbayes.data import AUGMENTATIONS, augment, to_unit
-from peerbayes.data.augmentation import _boxes, crop, flip, reflect_crop, resized_crop, rotate
+from peerbayes.data.transforms.augment import _boxes, crop, flip, reflect_crop, resized_crop, rotate
 from peerbayes.errors import InputError
+from peerbayes.math import noise
 
 ADDRESS = noise.Address(7, "data", "augment", 3)
 

@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 import torch
 
-from peerbayes.data.batch_noise import poisson
+from peerbayes.data.transforms.batch_noise import poisson
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 5.0, 15.9, 16.1, 40.0, 120.0, 500.0])

@@ -13,11 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from peerbayes.data import ArraySplit, FolderSplit, feed, formats, load, load_images, order
-from peerbayes.data import feeding as module
+from peerbayes.data import ArraySplit, FolderSplit, feed, load, load_images, order
+from peerbayes.data import loader as module
+from peerbayes.data.datasets import formats
 from peerbayes.data.splits import held_out
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
 
 CPU = torch.device("cpu")
 SEED = 11

@@ -8,7 +8,7 @@ import torch
 from photographs import photographs
 from PIL import Image
 
-from peerbayes.data.jpeg import jpeg
+from peerbayes.data.transforms.jpeg import jpeg
 from peerbayes.errors import InputError
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from peerbayes import noise
 from peerbayes.data import ArraySplit, batches, data_root, from_arrays, load, load_images, names, order
 from peerbayes.data.splits import held_out, measure
 from peerbayes.errors import InputError
+from peerbayes.math import noise
 
 CPU = torch.device("cpu")
 

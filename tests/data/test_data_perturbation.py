@@ -7,9 +7,9 @@ import scipy.stats
 import torch
 from photographs import photographs
 
-from peerbayes import noise
-from peerbayes.data.perturbation import gaussian_step, guidance, pair, step_along
+from peerbayes.data.transforms.perturb import gaussian_step, guidance, pair, step_along
 from peerbayes.errors import InputError
+from peerbayes.math import noise
 
 ADDRESS = noise.Address(7, "data", "corrupt", 3)
 GREY = torch.full((40, 3, 32, 32), 0.5)

@@ -27,10 +27,10 @@ from peerbayes.data import (
     names,
     to_unit,
 )
-from peerbayes.data.corpora import Texts, read_corpus
-from peerbayes.data.text import ALPHABET, hashed, read_vectors
+from peerbayes.data.datasets.corpora import Texts, read_corpus
+from peerbayes.data.vocabulary import ALPHABET, hashed, read_vectors
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior
 from peerbayes.posteriors.layout import Layout
 

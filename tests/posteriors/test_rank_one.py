@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from peerbayes.errors import InputError
+from peerbayes.math.noise import Address, normal
 from peerbayes.networks import Inputs
 from peerbayes.networks.wide_resnet import WideResNet
-from peerbayes.noise import Address, normal
 from peerbayes.posteriors import MeanField, Posterior, RankOne
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from peerbayes import networks
+from peerbayes.codebook.build import Sharing, share
+from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
+from peerbayes.math.noise import Address
 from peerbayes.networks import Inputs
-from peerbayes.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, Shared, storage
-from peerbayes.sharing import Sharing, share
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne, storage
 
 KINDS = {
     "point": lambda network, **options: Point(network, **options),

@@ -13,12 +13,13 @@ from torch import nn
 from peerbayes import terms
 from peerbayes.data import ArraySplit, Dataset
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point
+from peerbayes.recipes.recipe import Recipe
 from peerbayes.terms import Batch, Output
 from peerbayes.terms.mutual import lessons
 from peerbayes.terms.schedules import Schedule, value_at
+from peerbayes.training.learner import Learner
 
 
 class Linear(nn.Module):

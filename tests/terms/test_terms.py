@@ -11,12 +11,13 @@ from torch import nn
 
 from peerbayes import networks, terms
 from peerbayes.data import ArraySplit, Dataset
-from peerbayes.errors import InputError
-from peerbayes.learning import Learner, PeerbayesWarning, Recipe
-from peerbayes.learning.stages import SHARED, StageState
-from peerbayes.noise import Address
+from peerbayes.engine.stages import SHARED, StageState
+from peerbayes.errors import InputError, PeerbayesWarning
+from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point
+from peerbayes.recipes.recipe import Recipe
 from peerbayes.terms import Batch, Fusion, Output, Shapes
+from peerbayes.training.learner import Learner
 
 LAYERS = ["stage1", "stage2", "stage3"]
 ALL = {

@@ -18,18 +18,18 @@ import torch
 
 from peerbayes import networks
 from peerbayes.bench import students, theirs
-from peerbayes.bench.figures import NEEDS_GPU, RATIOS, figures_of, needed
-from peerbayes.bench.plan import CPU, DRAWS, PACKED, PREDICTED, QUICK, Plan
-from peerbayes.bench.shared import FIELD, LEARNING, VIT, SharedWeights
+from peerbayes.bench.codebooks import FIELD, LEARNING, VIT, SharedWeights
+from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.timing import Bench, Measured, sentence
+from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, Workload
+from peerbayes.codebook.shared import SAMPLINGS
+from peerbayes.engine.devices import environment, pick_device
+from peerbayes.engine.engines import Name
 from peerbayes.errors import InputError
-from peerbayes.learning import Reporter, environment
-from peerbayes.learning.engine import Name
-from peerbayes.learning.hardware import pick_device
-from peerbayes.learning.inputs import network_inputs
-from peerbayes.learning.run import read_json
 from peerbayes.posteriors import storage
-from peerbayes.posteriors.shared import SAMPLINGS
+from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs.run import read_json
+from peerbayes.training.reporters import Reporter
 
 Measurement = tuple[tuple[str, ...], bool, Callable[[], Measured]]  # keys, whether it needs a GPU, and how
 
@@ -107,7 +107,7 @@ def run(
     if budget is not None and not budget > 0:
         raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")
     began, place = time.perf_counter(), pick_device(device)
-    usual = Plan() if place.type == "cuda" else CPU
+    usual = Workload() if place.type == "cuda" else CPU
     plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
     bench = Bench(place, plan if student is None else replace(plan, student=student))
     if student is not None:
@@ -140,7 +140,7 @@ def run(
         try:
             if late or (needs_gpu and not bench.on_gpu):
                 raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
-            if VIT in names and VIT not in only and bench.plan.vit_width == Plan.vit_width and not bench.on_gpu:
+            if VIT in names and VIT not in only and bench.plan.vit_width == Workload.vit_width and not bench.on_gpu:
                 raise InputError(f"left out: takes long on a CPU; --only {VIT} measures it")
             with torch.random.fork_rng([place] if bench.on_gpu else []):
                 found = measure()

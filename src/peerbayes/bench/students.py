@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from peerbayes import networks
-from peerbayes.bench.plan import PREDICTED
 from peerbayes.bench.timing import Bench, Cohorts, Measured
-from peerbayes.learning import Recipe, load_recipe
-from peerbayes.learning.building import build_peer
-from peerbayes.learning.inputs import network_inputs
-from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import RankOne
+from peerbayes.bench.workload import PREDICTED
+from peerbayes.engine.teachers import Teachers
+from peerbayes.posteriors.rank_one import RankOne
+from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs.building import build_peer
 
 STUDENTS = ("kd", "latentbe", "latentbe-tdiv-sdiv")  # recipes of distillation, cheapest first
 MEMBERS = ("average", "members", "tiled")  # how a rank-one student predicts: one network, each member, all at once

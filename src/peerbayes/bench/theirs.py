@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from peerbayes import networks
 from peerbayes.bench.timing import Bench, Cohorts, Measured, sentence
-from peerbayes.learning.inputs import network_inputs
+from peerbayes.recipes.recipe_data import network_inputs
 
 THEIRS = {"bayesian_torch_float32_step_ms": None, "bayesian_torch_bfloat16_step_ms": torch.bfloat16}
 

@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 
-from peerbayes.bench.plan import EPOCH, Plan
-from peerbayes.data import ArraySplit, Dataset
+from peerbayes.bench.workload import EPOCH, Workload
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.splits import ArraySplit
+from peerbayes.engine.engines import Name
+from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError
-from peerbayes.learning import Learner, Recipe, Reporter, load_recipe
-from peerbayes.learning.building import build_peer
-from peerbayes.learning.engine import Name
-from peerbayes.learning.teachers import Teachers
-from peerbayes.posteriors import Posterior, prediction
+from peerbayes.inference import prediction
+from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.runs.building import build_peer
+from peerbayes.training.learner import Learner
+from peerbayes.training.reporters import Reporter
 
 Measured = dict[str, dict[str, Any]]
 KIBS = 2**30 if sys.platform == "darwin" else 2**20  # of ru_maxrss in a GiB
@@ -72,7 +76,7 @@ class Cohorts:
 class Bench:
     """A device, random data, and what can be timed with them."""
 
-    def __init__(self, device: torch.device, plan: Plan) -> None:
+    def __init__(self, device: torch.device, plan: Workload) -> None:
         self.device, self.plan, self.on_gpu = device, plan, device.type == "cuda"
         self.autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
         generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,8 @@ from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
 if TYPE_CHECKING:
-    from peerbayes.learning import Job, Run
+    from peerbayes.runs.plan import Job
+    from peerbayes.runs.run import Run
 
 
 class Placement(enum.Enum):
@@ -94,23 +95,25 @@ def train(
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
-    from peerbayes import learning
+    from peerbayes.recipes.recipe import load_recipe
+    from peerbayes.runs.plan import Job
+    from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
     if len(set(recipes)) < len(recipes):
         raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
     if seeds is not None and seed:
         raise InputError("--seed and --seeds exclude each other")
-    found = {recipe: learning.load_recipe(recipe, changes) for recipe in recipes}
+    found = {recipe: load_recipe(recipe, changes) for recipe in recipes}
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
     many = seeds is not None or len(found) > 1
     jobs = []
     for name, recipe in found.items():
         for number in numbers:
-            folder = learning.default_folder(name, number)
+            folder = default_folder(name, number)
             if run is not None:
                 folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
-            jobs.append(learning.Job(recipe, folder, number))
+            jobs.append(Job(recipe, folder, number))
     _train_and_show(
         jobs,
         many,
@@ -133,27 +136,31 @@ def _train_and_show(
     jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, dry_run: bool, **how: Any
 ) -> list[Run]:
     """Train jobs; print what they are worth, return the runs; ends the process on errors."""
-    from peerbayes import learning, reporting
+    from peerbayes.engine.processes import joined, restarted
+    from peerbayes.reports.page import write_report
+    from peerbayes.runs import executor
+    from peerbayes.runs.execution import How
+    from peerbayes.runs.plan import resolve
 
     if dry_run:
-        show_plan(learning.dry_run(learning.resolve(jobs), learning.How(**how), resume=resume), as_json)
+        show_plan(executor.dry_run(resolve(jobs), How(**how), resume=resume), as_json)
         return []
     failed: dict[int, TrainingError] = {}
-    with learning.joined(how["device"]) as world:
+    with joined(how["device"]) as world:
         shared: dict[str, Any] = {"reporter": reporter(quiet or not world.is_first), "world": world, **how}
         for job in jobs if resume else ():
             if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
                 shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
-        runs = learning.train_jobs(jobs, errors=failed, resume=resume or world.any(learning.restarted()), **shared)
+        runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         first = world.is_first
     # The other processes are done: judging may take longer than they would wait.
     if not first:
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
-    loaded, records = learning.Loaded(how["root"]), []
+    loaded, records = executor.Loaded(how["root"]), []
     for done in finished:
         records.append(judge(done, how["device"], loaded, quiet))
-        reporting.write_report(done, records[-1])
+        write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
     for error in failed.values():
@@ -181,15 +188,17 @@ def distill(
     quiet: Quiet = False,
 ) -> None:
     """Distil trained runs into one plain network, on the data that they have learnt."""
-    from peerbayes import learning
+    from peerbayes.api.distilling import recipe_into, save_networks
+    from peerbayes.runs.plan import Job
+    from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
-    recipe = learning.recipe_into(into, runs, changes)
-    job = learning.Job(recipe, run or learning.default_folder(into, seed), seed)
+    recipe = recipe_into(into, runs, changes)
+    job = Job(recipe, run or default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every
     for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
-        for path in learning.save_networks(done):
+        for path in save_networks(done):
             typer.echo(f"one plain network: {path}", err=as_json)
 
 
@@ -217,10 +226,10 @@ def compress(
     quiet: Quiet = False,
 ) -> None:
     """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
-    from peerbayes import learning
+    from peerbayes.api.compressing import compression
 
     trust_runs(trust)
-    job = learning.compression(run, into, first, changes, out, seed)
+    job = compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
     how["checkpoint_every"] = checkpoint_every
     _train_and_show([job], False, as_json, quiet, resume, dry_run, **how)
@@ -266,9 +275,10 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Rank settings of a recipe by the validation split; the same command again goes on where it was interrupted."""
-    from peerbayes import learning, reporting
+    from peerbayes.studies import sweeps
+    from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 
-    found = learning.sweep(
+    found = sweeps.sweep(
         recipe,
         over,
         seeds=parse_seeds(seeds),
@@ -290,8 +300,8 @@ def sweep(
     if as_json:
         typer.echo(json.dumps(found.table, indent=1))
     else:
-        typer.echo(reporting.sweep_table(found))
-    written = [found.folder / "sweep.json", *reporting.write_sweep_figure(found)]
+        typer.echo(sweep_table(found))
+    written = [found.folder / "sweep.json", *write_sweep_figure(found)]
     if not as_json:
         typer.echo("\n" + ", ".join(map(str, written)))
     if all(row["state"] == "failed" for row in found.table):

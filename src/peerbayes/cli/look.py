@@ -23,7 +23,7 @@ def recipes(
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one, complete with its defaults."""
-    from peerbayes.learning import load_recipe, packaged
+    from peerbayes.recipes.recipe import load_recipe, packaged
 
     trust_runs(trust)
     words = words or ["list"]
@@ -79,10 +79,13 @@ def evaluate(
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
-    from peerbayes import learning, reporting
+    from peerbayes.reports.page import write_report
+    from peerbayes.reports.records import find_runs
+    from peerbayes.runs.executor import Loaded
+    from peerbayes.runs.run import Run
 
     trust_runs(trust)
-    folders = [folder for given in runs for folder in reporting.find_runs(given)]
+    folders = [folder for given in runs for folder in find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
             raise InputError(f"{folder}: stands there twice")
@@ -92,15 +95,15 @@ def evaluate(
         "out_of_distribution": ood or None,
         "corrupted": corrupted,
     }
-    loaded, records = learning.Loaded(data_root), []
-    opened = [learning.Run(folder) for folder in folders]
+    loaded, records = Loaded(data_root), []
+    opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
         records.append(judge(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
-                reporting.write_report(run, records[-1])
+                write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
@@ -121,12 +124,12 @@ def predict(
 
     Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ.
     """
-    from peerbayes import reporting
+    from peerbayes.reports.predicting import predict_inputs, prediction_table
 
     trust_runs(trust)
     with waiting():
-        found = reporting.predict_inputs(run, inputs, draws=draws, device=device)
-    typer.echo(json.dumps(found, indent=1) if as_json else reporting.prediction_table(found))
+        found = predict_inputs(run, inputs, draws=draws, device=device)
+    typer.echo(json.dumps(found, indent=1) if as_json else prediction_table(found))
 
 
 def size(
@@ -140,13 +143,13 @@ def size(
     as_json: Json = False,
 ) -> None:
     """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
-    from peerbayes import reporting
+    from peerbayes.reports.sizes import size_table, sizes
 
     trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
-        found = [record for run in runs for record in reporting.sizes(run, **how)]
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(reporting.size_table, found)))
+        found = [record for run in runs for record in sizes(run, **how)]
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
 
 
 def figure(
@@ -176,7 +179,8 @@ def figure(
     as_json: Json = False,
 ) -> None:
     """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
-    from peerbayes import reporting
+    from peerbayes.papers.catalogue import write_figure
+    from peerbayes.papers.pipeline import pipeline_table
 
     trust_runs(trust)
     options: dict[str, Any] = {
@@ -187,7 +191,7 @@ def figure(
         "root": data_root,
     }
     with waiting():
-        path, numbers = reporting.write_figure(name, runs or [], out, **options)
+        path, numbers = write_figure(name, runs or [], out, **options)
     if name == "pipeline" and not as_json:
-        typer.echo(reporting.pipeline_table(numbers) + "\n")
+        typer.echo(pipeline_table(numbers) + "\n")
     typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from peerbayes.learning import Loaded, Reporter, Run
-    from peerbayes.reporting import Record
+    from peerbayes.reports.records import Record
+    from peerbayes.runs.executor import Loaded
+    from peerbayes.runs.run import Run
+    from peerbayes.training.reporters import Reporter
 
 
 def reporter(quiet: bool) -> Reporter:
     """Return who tells about progress on standard error, or nobody."""
-    from peerbayes.learning import ConsoleReporter, Reporter
+    from peerbayes.training.reporters import ConsoleReporter, Reporter
 
     return Reporter() if quiet else ConsoleReporter()
 
@@ -35,7 +37,7 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
         return
     from rich.progress import Progress
 
-    from peerbayes.posteriors.watching import Watcher, watched
+    from peerbayes.inference.progress import Watcher, watched
 
     progress = Progress(console=console, transient=True)
     task = progress.add_task("predicting")
@@ -59,15 +61,15 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
 
 def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
     """Judge a run on its test split, with data that other runs may share."""
-    from peerbayes import reporting
+    from peerbayes.reports.records import evaluate
 
     data = loaded.of(run)
     with waiting(quiet):
-        return reporting.evaluate(run, data=data, device=device, root=loaded.root, **how)
+        return evaluate(run, data=data, device=device, root=loaded.root, **how)
 
 
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print what would be trained, as `peerbayes.learning.dry_run` returns it."""
+    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it."""
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -88,13 +90,13 @@ def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Pat
 
     ``folders`` tell the rows of a table apart.
     """
-    from peerbayes import reporting
+    from peerbayes.reports.tables import text_table
 
     if as_json:
         typer.echo(json.dumps(records if many else records[0], indent=1))
         return
     placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
-    typer.echo(reporting.text_table(placed or records, **table))
+    typer.echo(text_table(placed or records, **table))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

@@ -13,7 +13,7 @@ from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
 from peerbayes.cli.showing import reporter, show
 
 if TYPE_CHECKING:
-    from peerbayes.reporting import Record
+    from peerbayes.reports.records import Record
 
 BENCH_UNITS = {
     "_ms": "ms",
@@ -58,18 +58,18 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure engines, prediction, memory and growth on random images of CIFAR's shape, beside bayesian-torch."""
-    from peerbayes import bench as room
+    from peerbayes.bench import measuring, ratios
 
-    record, path = room.run(device, out, only, quick, budget, reporter(quiet), student)
-    from peerbayes.reporting.figures import write_bench_figure  # what was measured is safe by now
+    record, path = measuring.run(device, out, only, quick, budget, reporter(quiet), student)
+    from peerbayes.reports.figures import write_bench_figure
 
     picture = write_bench_figure(path, record)
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
     figures = dict(_leaves(record["figures"]))
-    timed = [key for key in figures if key not in room.SOURCES]
-    shown = {key: value for key, value in figures.items() if not only or room.follows(key, only, timed)}
+    timed = [key for key in figures if key not in ratios.SOURCES]
+    shown = {key: value for key, value in figures.items() if not only or ratios.follows(key, only, timed)}
     typer.echo("\n".join(_bench_lines(shown, record)))
     typer.echo(f"\n{path}, {picture}")
 

@@ -1,14 +1,15 @@
 """Data sets as tensors, splits that are the same every time, and augmentation on the device."""
 
-from peerbayes.data.augmentation import AUGMENTATIONS, augment, to_unit
-from peerbayes.data.cifar_c import load_corrupted
-from peerbayes.data.corruptions import CORRUPTIONS, corrupt
-from peerbayes.data.feeding import Feed, Placement, feed
-from peerbayes.data.loading import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
-from peerbayes.data.perturbation import gaussian_step, guidance, pair, step_along
-from peerbayes.data.sources import data_root
+from peerbayes.data.dataset import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
+from peerbayes.data.datasets.cifar_c import load_corrupted
+from peerbayes.data.datasets.sources import data_root
+from peerbayes.data.loader import Feed, Placement, feed
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
-from peerbayes.data.text import TextOptions, Vocabulary
+from peerbayes.data.transforms.augment import AUGMENTATIONS, augment
+from peerbayes.data.transforms.corrupt import CORRUPTIONS, corrupt
+from peerbayes.data.transforms.perturb import gaussian_step, guidance, pair, step_along
+from peerbayes.data.transforms.scaling import to_unit
+from peerbayes.data.vocabulary import TextOptions, Vocabulary
 
 __all__ = [
     "AUGMENTATIONS",

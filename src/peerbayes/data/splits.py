@@ -17,9 +17,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from peerbayes import noise
 from peerbayes.errors import InputError
-from peerbayes.noise import Address
+from peerbayes.math import noise
+from peerbayes.math.noise import Address
 
 # By content, whatever a file is called. Pillow knows many more, and one of them (EPS) runs a program.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")

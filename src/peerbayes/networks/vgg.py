@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks.init import he_normal
+from peerbayes.networks.initialisation import he_normal
 from peerbayes.networks.registry import Inputs, Normalize, network
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.networks.init import he_normal
+from peerbayes.networks.initialisation import he_normal
 from peerbayes.networks.registry import Inputs, Normalize, network
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks import capture
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
+from peerbayes.networks.features import capture
 from peerbayes.posteriors import storage
-from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
     Predicate,
@@ -26,13 +26,18 @@ from peerbayes.posteriors.parameters import (
     take_parameters,
     under_first_names,
 )
+from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
-    from peerbayes.posteriors.prediction import Prediction
+    from peerbayes.inference.prediction import Prediction
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 Reduction = Literal["sum", "layer_mean"]
+# where the kinds of posteriors are that are imported when they are first asked for
+_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in ("point", "mean_field", "rank_one")} | {
+    "shared": "peerbayes.codebook.shared"
+}
 
 
 class Weights(dict[str, Tensor]):
@@ -192,6 +197,8 @@ class Posterior(nn.Module):
     @classmethod
     def of_kind(cls, kind: str) -> type[Posterior]:
         """Return the posteriors' class of a kind, such as ``mean_field``."""
+        if kind in _MODULES:
+            importlib.import_module(_MODULES[kind])
         return Posterior._kinds[kind]
 
     @classmethod
@@ -294,8 +301,8 @@ class Posterior(nn.Module):
         return logits, found
 
     def predict(self, images: Tensor, draws: int = 50, **options: Any) -> Prediction:
-        """Average the probabilities of ``draws`` networks; see `peerbayes.posteriors.prediction.predict`."""
-        from peerbayes.posteriors.prediction import predict
+        """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`."""
+        from peerbayes.inference.prediction import predict
 
         return predict(self, images, draws, **options)
 
@@ -359,8 +366,11 @@ class Posterior(nn.Module):
     ) -> Self:
         """Return the posterior of a file's tensors and description."""
         kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
-        found = Posterior._kinds.get(kind) if isinstance(kind, str) else None
-        if found is None or not issubclass(found, cls):
+        try:
+            found = Posterior.of_kind(str(kind))
+        except KeyError:
+            raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}") from None
+        if not issubclass(found, cls):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
             raise InputError(f"{path}: its description lacks options, a seed or a name")

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
-from peerbayes.noise import Address, normal
+from peerbayes.math.divergences import gaussian_kl
+from peerbayes.math.noise import Address, normal
 from peerbayes.posteriors.base import Posterior, Source, Weights
 from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear
 

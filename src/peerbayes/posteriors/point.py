@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from peerbayes.noise import Address
+from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior, Weights
 
 

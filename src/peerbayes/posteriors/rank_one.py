@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.divergences import gaussian_kl
 from peerbayes.errors import InputError
-from peerbayes.networks import capture
-from peerbayes.noise import Address, normal, uniform
+from peerbayes.math.divergences import gaussian_kl
+from peerbayes.math.noise import Address, normal, uniform
+from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.factors import attach, detach, layers_of
-from peerbayes.posteriors.inputs import prepared
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
+from peerbayes.posteriors.prepare import prepared
 
 if TYPE_CHECKING:
-    from peerbayes.posteriors.prediction import Prediction
+    from peerbayes.inference.prediction import Prediction
 
 Merge = Literal["exact", "factor_mean"]
 

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from peerbayes.dirichlet import dirichlet_kl, proxy_dirichlet
 from peerbayes.errors import InputError
-from peerbayes.quadratic import MOST, least_norm_weights
+from peerbayes.math.dirichlet import dirichlet_kl, proxy_dirichlet
+from peerbayes.math.simplex import MOST, least_norm_weights
+from peerbayes.terms.definition import term
 from peerbayes.terms.mutual import Temperature
-from peerbayes.terms.registry import term
 from peerbayes.terms.step import Step
 
 
@@ -81,7 +81,7 @@ def adaptive_weights(targets: Tensor, own: Tensor, cap: float, per: Literal["bat
 def proxy_end2(step: Step, peer: str, *, weight: float = 1.0, floor: Annotated[float, Field(gt=0)] = 1e-8) -> Tensor:
     """weight · (1/B) Σ_b KL(Dir(exp z_b + 1) ‖ Dir(β_b)) / Σ_c β_bc, with β the Dirichlet of the teachers (Proxy-EnD²).
 
-    See `peerbayes.dirichlet.proxy_dirichlet` for β, with ``floor``.
+    See `peerbayes.math.dirichlet.proxy_dirichlet` for β, with ``floor``.
     """
     beta = proxy_dirichlet(step.teachers().log_softmax(-1), floor).double()
     alpha = step.logits(peer).double().exp() + 1

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes import divergences
 from peerbayes.errors import InputError, OptionError
+from peerbayes.math import divergences
+from peerbayes.terms.definition import Shapes, term
 from peerbayes.terms.fusion import Fusion, vectors
-from peerbayes.terms.registry import Shapes, term
 from peerbayes.terms.step import Step
 
 Form = Literal["softplus", "linear"]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerbayes.terms.registry import term
+from peerbayes.terms.definition import term
 from peerbayes.terms.step import Step
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from peerbayes import divergences
 from peerbayes.errors import OptionError, nearest
+from peerbayes.math import divergences
 from peerbayes.schema import Strict
-from peerbayes.terms.registry import term
+from peerbayes.terms.definition import term
 from peerbayes.terms.schedules import NotNegative, Schedule, value_at
 from peerbayes.terms.step import Step
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors import Posterior, Weights
-from peerbayes.posteriors.base import Reduction
+from peerbayes.posteriors.base import Posterior, Reduction, Weights
 
 
 @dataclass

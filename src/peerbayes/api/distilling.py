@@ -1,0 +1,149 @@
+"""From trained runs to one network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from peerbayes.api.fitting import check_teacher_overrides, fit
+from peerbayes.data.dataset import Dataset
+from peerbayes.errors import InputError
+from peerbayes.posteriors import storage
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.mean_field import MeanField
+from peerbayes.posteriors.point import Point
+from peerbayes.posteriors.rank_one import RankOne
+from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
+from peerbayes.recipes.recipe_data import load_data
+from peerbayes.runs.execution import refuse_unknown
+from peerbayes.runs.plan import check_seed
+from peerbayes.runs.run import Run, default_folder, peers_at, run_of
+
+RECIPE = "distillation/latentbe"
+Teacher = Posterior | Run | str | Path
+
+
+def distill(
+    teachers: Teacher | Iterable[Teacher],
+    into: nn.Module,
+    *,
+    data: str | Path | Dataset | None = None,
+    run: str | Path | None = None,
+    recipe: str | Path | Recipe = RECIPE,
+    overrides: str | Sequence[str] = (),
+    **how: Any,
+) -> nn.Module:
+    """Train a network to predict what an ensemble does, and return it as a plain module, in evaluation mode.
+
+    Args:
+        teachers: trained posteriors; runs, or their folders, all of whose peers teach; or weights files of runs. Of
+            Bayesian ones every step takes new draws.
+        into: the network that learns; it is not changed.
+        data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind. By
+            default the data of the first run among the teachers, or that one of them is a peer of.
+        run: the run folder; by default ``runs/RECIPE-seedN``.
+        recipe: of the student; by default it has one rank-one member a teacher, and is their average.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
+        how: what `fit` takes besides.
+    """
+    refuse_unknown(how, distill, fit)
+    check_seed(how.get("seed", 0))
+    overrides = listed(overrides)
+    check_teacher_overrides(overrides)
+    runs, found = _opened(teachers)
+    chosen = load_recipe(recipe)
+    if data is None:
+        if not runs:
+            raise InputError("`data` is required: no posterior was loaded from a run; name the data, or give a run")
+        known = chosen.model_copy(update={"data": runs[0].recipe.data})
+        chosen, words = load_recipe(known, overrides), runs[0].vocabulary
+        # Teachers of texts know words by the numbers of their own vocabulary.
+        data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
+    else:
+        if chosen.name in packaged():  # which hold out a part of their own data, not of these
+            chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
+        words = runs[0].vocabulary if runs and not isinstance(data, Dataset) else None
+        if words is not None:
+            named = {"name": str(data), "classes": None, "text": runs[0].recipe.data.text}
+            chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=named)})
+        chosen = load_recipe(chosen, overrides)
+        if words is not None:
+            data = load_data(chosen, how.get("root"), words)
+    if chosen.teachers is None or len(chosen.peers) != 1:
+        raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
+    kind = chosen.peers[0].posterior
+    options = kind.model_dump(exclude={"kind", "members"})
+    if kind.kind == "rank_one":
+        draws = chosen.teachers.draws
+        members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
+        student: Posterior = RankOne(into, members, seed=how.get("seed", 0), name="student", **options)
+    elif kind.kind == "mean_field":
+        student = MeanField(into, seed=how.get("seed", 0), name="student", **options)
+    elif kind.kind == "point":
+        student = Point(into)
+    else:
+        raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
+    run = run or default_folder(chosen.name, how.get("seed", 0))
+    own = student.device
+    device = own if own.type != "cpu" else found[0].device  # `fit` moves it, where another one is asked for
+    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
+    save_networks(trained)
+    return trained["student"].materialise()
+
+
+def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
+    """Return the runs among teachers, or of a single one, and all posteriors that teach."""
+    if isinstance(given, Teacher) or not isinstance(given, Iterable):
+        given = [given]
+    runs: list[Run] = []
+    found: list[Posterior] = []
+    for one in given:
+        if isinstance(one, Posterior):
+            found.append(one)
+            runs += filter(None, [run_of(one)])
+        elif isinstance(one, Run | str | Path):
+            run, names = (one, list(one)) if isinstance(one, Run) else peers_at(one)
+            runs.append(run)
+            found += [run[name] for name in names]
+        else:
+            kind = type(one).__name__
+            raise InputError(
+                f"a teacher is a {kind}, expected a posterior, a run or its folder; wrap a network in Point(...)"
+            )
+    if not found:
+        raise InputError("there are no teachers to distil")
+    return runs, found
+
+
+def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:
+    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt."""
+    base = load_recipe(into)
+    if base.teachers is None:
+        raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
+    for run in map(str, runs):
+        if run not in packaged() and not Path(run).expanduser().exists():
+            raise InputError(f"{run}: there is no such run folder, weights file of a run, or recipe")
+    table = base.model_dump(exclude_none=True)
+    first = load_recipe(str(runs[0])) if is_recipe(str(runs[0])) else peers_at(runs[0])[0].recipe
+    table["data"] = first.data.model_dump(exclude_none=True)
+    table["teachers"].pop("peers", None)  # of the recipe's own teachers
+    table["teachers"]["runs"] = [str(Path(run)) for run in runs]
+    for one in changes:
+        change(table, one, f"recipe {into}")
+    return Recipe.parse(table, f"recipe {into}")
+
+
+def save_networks(run: Run) -> list[Path]:
+    """Write each peer that predicts with one network as a plain state dict, beside its posterior; return the files."""
+    written = []
+    for name in run:
+        if run[name].stochastic:  # its mean weights are not what was judged
+            continue
+        path = run.folder / f"network-{name}.safetensors"
+        state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
+        storage.write(path, state, {"network": next(p.network for p in run.recipe.peers if p.name == name)})
+        written.append(path)
+    return written

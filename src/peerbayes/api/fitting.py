@@ -1,0 +1,140 @@
+"""The verbs `train` and `fit`: a recipe, or posteriors from Python, to a trained run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from peerbayes.data.dataset import Dataset
+from peerbayes.errors import InputError
+from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.recipe import Recipe, listed, load_recipe
+from peerbayes.recipes.settings import CUSTOM
+from peerbayes.runs.execution import How, refuse_unknown
+from peerbayes.runs.executor import execute, train_jobs
+from peerbayes.runs.plan import Given, Job, resolve, with_full_paths
+from peerbayes.runs.run import Run, trained_into
+from peerbayes.training.reporters import Reporter
+
+
+def train(
+    recipe: str | Path | Recipe,
+    run: str | Path,
+    *,
+    seed: int = 0,
+    overrides: str | Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Run:
+    """Train a recipe into a run folder; runs that its peers start from are trained first if they are missing.
+
+    Args:
+        recipe: a recipe, its name or its file.
+        run: the run folder.
+        seed: seed of everything random.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
+        resume: go on with an interrupted run.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        how: see `How`.
+    """
+    refuse_unknown(how, train)
+    job = Job(load_recipe(recipe, overrides), Path(run), seed)
+    return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
+
+
+def fit(
+    peers: Mapping[str, Posterior],
+    *,
+    data: str | Path | Dataset,
+    recipe: str | Path | Recipe,
+    run: str | Path,
+    teachers: Sequence[Posterior] = (),
+    seed: int = 0,
+    overrides: str | Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Run:
+    """Train your own posteriors by the stages of a recipe, where they are, or on a ``device``.
+
+    Args:
+        peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
+        data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
+            takes the place of the recipe's.
+        recipe: a recipe, its name or its file.
+        run: the run folder.
+        teachers: trained posteriors that the peers learn from, in the place of the recipe's.
+        seed: seed of draws, order and augmentation.
+        overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
+        resume: go on with an interrupted run.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        how: see `How`.
+    """
+    refuse_unknown(how, fit)
+    _check_given(peers)
+    overrides = listed(overrides)
+    check_teacher_overrides(overrides)
+    teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
+    for teacher in cast(list[Any], teachers):
+        if not isinstance(teacher, Posterior):
+            kind = type(teacher).__name__
+            raise InputError(f"a teacher is a {kind}, expected a posterior; wrap a network in Point(...)")
+    loaded = load_recipe(recipe, overrides)
+    table = loaded.model_dump(exclude_none=True)
+    table["peers"] = [
+        {"name": name, "network": CUSTOM, "posterior": {"kind": posterior.kind, **posterior.options()}}
+        for name, posterior in peers.items()
+    ]
+    given = Given(
+        peers=peers,
+        networks={name: posterior.materialise() for name, posterior in peers.items()},
+        teachers=teachers,
+        teacher_draws=table.pop("teachers", {}).get("draws", 1),
+        data=data if isinstance(data, Dataset) else None,
+    )
+    set_data(table, data)
+    origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
+    job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)
+    (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
+    for posterior in peers.values():
+        posterior.provenance = trained_into(done.folder, done.about.get("generation", 0))
+    return done
+
+
+def set_data(table: dict[str, Any], data: Any) -> None:
+    """Let a recipe's table name other data, of any number of classes."""
+    if not isinstance(data, str | Path | Dataset):
+        kind = type(data).__name__
+        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
+    table["data"].pop("classes", None)
+    table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
+
+
+def check_teacher_overrides(overrides: Sequence[str]) -> None:
+    """Refuse changes of who teaches, where posteriors are given that do."""
+    for line in overrides:
+        key = line.partition("=")[0].strip()
+        if key.startswith(("teachers.runs", "teachers.peers")):
+            raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
+
+
+def check_finite(posterior: Posterior, who: str) -> None:
+    """Refuse weights and scales that are not finite; buffers may be so."""
+    for name, tensor in posterior.state().items():
+        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
+            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")
+
+
+def _check_given(peers: Any) -> None:
+    if not isinstance(peers, Mapping):
+        raise InputError(f"peers is of type {type(peers).__name__}, expected posteriors by name")
+    owners: dict[int, str] = {}
+    for name, posterior in peers.items():
+        if not isinstance(posterior, Posterior):
+            kind = type(posterior).__name__
+            raise InputError(f"peer '{name}' is a {kind}, expected a posterior; wrap a network in Point(...)")
+        if (other := owners.setdefault(id(posterior), name)) != name:
+            raise InputError(f"peers '{other}' and '{name}' are one and the same posterior; give each its own")
+        check_finite(posterior, f"peer '{name}'")

@@ -1,0 +1,71 @@
+"""The figures of a record: a function of what was timed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from peerbayes.bench.theirs import THEIRS
+from peerbayes.bench.timing import Measured
+from peerbayes.bench.workload import DRAWS, EPOCH, PACKED, PREDICTED
+from peerbayes.errors import InputError, nearest
+
+NEEDS_GPU = "needs a CUDA device"
+MEMORY = {engine: f"{engine}_pair_epoch_s" for engine in ("eager", "compiled")}
+MEMORY |= {"captured": "pair_epoch_s", "packed3": "packed3_epoch_s"}
+RATIOS = {
+    "bayesian_over_deterministic": ("bayesian_pair_epoch_s", "deterministic_pair_epoch_s"),
+    "speedup_single": ("bayesian_torch_step_ms", "single_step_ms"),
+    "speedup_packed": ("bayesian_torch_step_ms", "packed_network_step_ms"),
+    "latentbe_over_kd": ("distillation.latentbe_step_ms", "distillation.kd_step_ms"),
+    "tdiv_sdiv_over_kd": ("distillation.latentbe_tdiv_sdiv_step_ms", "distillation.kd_step_ms"),
+    "moment_draw_over_mean_field": ("sharing.moment_draw_ms", "sharing.mean_field_draw_ms"),
+    "hierarchical_draw_over_mean_field": ("sharing.hierarchical_draw_ms", "sharing.mean_field_draw_ms"),
+}
+for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
+    RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
+    RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
+SOURCES = {  # what a figure that is not timed itself is made of
+    "bayesian_torch_step_ms": tuple(THEIRS),
+    "packed_network_step_ms": ("packed3_epoch_s",),
+    **RATIOS,
+    "predict_rate": ("predict_50x10k_s",),
+    **{f"peak_memory_gib.{engine}": (key,) for engine, key in MEMORY.items()},
+}
+
+
+def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str, Any]:
+    """Return the figures, dotted keys as tables, and notes that say why one is None."""
+    flat: dict[str, Any] = {key: measured.get(key, {}).get("median") for key in keys}
+    packed, predict = flat["packed3_epoch_s"], flat["predict_50x10k_s"]
+    flat["bayesian_torch_step_ms"] = min((flat[key] for key in THEIRS if flat[key] is not None), default=None)
+    flat["packed_network_step_ms"] = packed and packed * 1e3 / (EPOCH // batch) / (2 * PACKED)
+    for key, (above, below) in RATIOS.items():
+        flat[key] = None if flat[above] is None or flat[below] is None else flat[above] / flat[below]
+    flat["predict_rate"] = predict and PREDICTED * DRAWS / predict
+    for engine, key in MEMORY.items():
+        flat[f"peak_memory_gib.{engine}"] = measured.get(key, {}).get("peak_memory_gib")
+    found: dict[str, Any] = {"figures": {}, "notes": {}}
+    for key, value in flat.items():
+        *tables, last = key.split(".")
+        reduce(lambda node, name: node.setdefault(name, {}), tables, found["figures"])[last] = value
+        if value is None:
+            missing = " and ".join(source for source in SOURCES.get(key, ()) if flat[source] is None)
+            why = f"needs {missing}" if missing else NEEDS_GPU if key in SOURCES else "not measured"
+            found["notes"][key] = measured.get(key, {}).get("failed", why)
+    return found
+
+
+def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
+    """Return whether a figure is asked for by some names, or made of nothing but what is measured for them."""
+    return set(needed(figure, keys)) <= {key for name in only for key in needed(name, keys)}
+
+
+def needed(name: str, keys: Sequence[str]) -> list[str]:
+    """Return what has to be timed for a figure, or for all figures below a name."""
+    known = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
+    if not known:
+        raise InputError(f"there is no figure '{name}'{nearest(name, [*keys, *SOURCES, 'growth'])}")
+    found = [[key] if key in keys else [k for source in SOURCES[key] for k in needed(source, keys)] for key in known]
+    return [key for part in found for key in part]

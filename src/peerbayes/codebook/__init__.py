@@ -1,0 +1,36 @@
+"""Codebooks: the weights of a Bayesian network as a few Gaussians in the plane of (mean, standard deviation)."""
+
+from peerbayes.codebook.build import Sharing, gradient_statistic, share, shared_weights
+from peerbayes.codebook.clustering import em, kmeans
+from peerbayes.codebook.merging import merge
+from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.neighbours import nearest
+from peerbayes.codebook.outliers import blends, outliers, steepest
+from peerbayes.codebook.peer import blank_shared, shared_of
+from peerbayes.codebook.rate_penalty import thrifty
+from peerbayes.codebook.trained import merge_trained
+from peerbayes.math.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
+
+__all__ = [
+    "Components",
+    "Sharing",
+    "blank_shared",
+    "blends",
+    "components_of",
+    "em",
+    "gradient_statistic",
+    "kmeans",
+    "log_density",
+    "mahalanobis",
+    "merge",
+    "merge_trained",
+    "merged",
+    "nearest",
+    "outliers",
+    "share",
+    "shared_of",
+    "shared_weights",
+    "steepest",
+    "thrifty",
+    "wasserstein2",
+]

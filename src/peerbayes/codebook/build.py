@@ -1,0 +1,221 @@
+"""From a mean-field posterior to a codebook: outliers, components, merging, blending."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerbayes.codebook.book import SHARES, Codebook
+from peerbayes.codebook.clustering import em, kmeans, most_probable
+from peerbayes.codebook.merging import merge
+from peerbayes.codebook.moments import RIDGE, components_of, summed
+from peerbayes.codebook.neighbours import nearest
+from peerbayes.codebook.outliers import blends, outliers
+from peerbayes.codebook.rate_penalty import thrifty
+from peerbayes.codebook.shared import usually_shared
+from peerbayes.data.splits import Split, order
+from peerbayes.data.transforms.scaling import to_unit
+from peerbayes.errors import InputError
+from peerbayes.math.gaussians import Components
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.network_state import evaluating
+
+# Where no number is given: a component for so many inliers, so many components at least and at most, and so many
+# inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
+# members, which are outliers then, and each of those takes more bytes than several weights that share.
+MEMBERS, FEWEST, MOST, LEAST = 1000, 256, 6000, 50
+BATCH = 1 << 16  # points of a step of expectation-maximisation
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a codebook is made; see the recipe's posterior of kind ``shared``."""
+
+    components: int = 0
+    threshold: float = 0.2
+    top: float = 0.01
+    smallest: int = 20
+    outliers: bool = True
+    blend: bool = True
+    em_steps: int = 0
+    thrift: float = 0.0
+    merge: dict[str, Any] = field(default_factory=dict)
+
+
+def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
+    """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
+    names = usually_shared(posterior.network, posterior.layout.shapes)
+    if not names:
+        raise InputError("the posterior has no weights of convolutions or linear layers to share")
+    layout = Layout({name: posterior.layout.shapes[name] for name in names})
+    views = [posterior.layout.views(flat.detach()) for flat in (posterior.mean, posterior.std)]
+    mean, std = (layout.flatten({name: view[name] for name in names}) for view in views)
+    return layout, mean, std
+
+
+def share(
+    posterior: Posterior, options: Sharing, gradient: Tensor | None, seed: int = 0
+) -> tuple[Codebook, dict[str, Any]]:
+    """Make a codebook of a mean-field posterior's weights; return it with an account of what was done.
+
+    Args:
+        posterior: trained, on any device; it is not changed.
+        options: thresholds and numbers.
+        gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None where it does not count.
+        seed: of the clustering.
+    """
+    clock, seconds = time.perf_counter(), dict[str, float]()
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        if mean.device.type == "cuda":
+            torch.cuda.synchronize(mean.device)
+        seconds[name], clock = round(time.perf_counter() - clock, 3), time.perf_counter()
+
+    layout, mean, std = shared_weights(posterior)
+    if not bool((std > 0).all()):
+        raise InputError("scales of the posterior have collapsed to 0, expected positive numbers; train it again")
+    none = torch.zeros(layout.size, dtype=torch.bool, device=mean.device)
+    alone = (
+        outliers(mean, gradient=gradient, threshold=options.threshold, top=options.top) if options.outliers else none
+    )
+    by_rule = int(alone.sum())
+    lap("outliers")
+
+    inside = (~alone).nonzero()[:, 0]
+    points = torch.stack([mean[inside], std[inside]], 1).double()  # of those inside: with millions a copy counts
+    left = len(inside)
+    if not left:
+        raise InputError("all weights are outliers, by their means or gradients; raise threshold, or lower top")
+    count = options.components or _components_for(left)
+    if count > left:
+        raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")
+    if options.outliers and options.smallest > left:
+        raise InputError(f"smallest is {options.smallest}, but there are only {left} weights that are no outliers")
+    if options.thrift:
+        sizes = torch.tensor(layout.sizes, device=mean.device)
+        part = torch.arange(len(sizes), device=mean.device).repeat_interleave(sizes)[inside]
+        centres, labels = thrifty(points, part, options.thrift * _typical_variance(points, part))
+        count = len(centres)
+    else:
+        centres = kmeans(points, count, Address(seed, "sharing", "kmeans"))
+        labels = nearest(points, centres)[:, 0]
+    found = components_of(points, labels, count)
+    lap("clustering")
+    if options.em_steps:
+        found = em(points, found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
+        labels = most_probable(points, found)
+        # By its weights from now on, not by its share of all: where components overlap these differ.
+        found = replace(found, count=torch.bincount(labels, minlength=count).double())
+        lap("em")
+
+    small = found.count < (max(1, options.smallest) if options.outliers else 1)
+    few = small[labels]
+    alone[inside[few]] = True
+    inside, points, labels = inside[~few], points[~few], labels[~few]
+    found, labels = _kept(found, ~small, labels)
+    if not len(found.mean):
+        fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
+        raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
+    log: dict[str, Any] = {}
+    if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
+        spread = found.covariance[:, 0, 0]
+        # The size of a centre's gradient, at most.
+        own = None if gradient is None else summed(gradient[inside], labels, len(found.mean))
+        found, mapping, log = merge(found, gradient=own, spread=spread, **options.merge)
+        labels = mapping[labels]
+    lap("merging")
+
+    place = torch.empty(0, dtype=torch.int64, device=mean.device)
+    pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
+    if options.blend and len(found.mean) > 1:
+        place, pair, weight = blends(points, labels, found)
+        whole = (weight[:, 0] * SHARES).round() == SHARES  # all of one component, as shares are kept
+        labels[place[whole]] = pair[whole, 0]
+        place, pair, weight = inside[place[~whole]], pair[~whole], weight[~whole]
+    lap("blending")
+    every = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
+    every[inside] = labels
+    single = alone.nonzero()[:, 0]
+    book = Codebook(
+        found.mean.float(),
+        cholesky_of(found.covariance).float(),
+        every,
+        place,
+        pair,
+        weight.float(),
+        single,
+        mean[single],
+        std[single],
+    )
+    account = {
+        "weights": layout.size,
+        "components": len(found.mean),
+        "components_at_first": count,
+        "outliers": len(single),
+        "outliers_by_rule": by_rule,
+        "outliers_of_small_components": len(single) - by_rule,
+        "blended": len(place),
+        "merging": log,
+        "seconds": seconds,
+    }
+    return book, account
+
+
+def _components_for(inliers: int) -> int:
+    return max(1, min(MOST, max(inliers // MEMBERS, FEWEST), inliers // LEAST))
+
+
+def _typical_variance(points: Tensor, part: Tensor) -> float:
+    """Return the geometric mean over points of the variance in their part.
+
+    What a network can bear depends on how its weights differ within a layer, as batch-norm takes out their common size.
+    The variance of all weights would be that of the largest ones: a head with weights of 0.3 would leave a handful of
+    components to convolutions with weights of 0.01.
+    """
+    found = components_of(points, part, int(part.max()) + 1)
+    variance = found.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
+    wide = variance > 0
+    if not bool(wide.any()):  # each part is one point, whatever a bit is worth
+        return float(points.var(0, correction=0).sum()) or 1.0
+    return float((found.count[wide] @ variance[wide].log() / found.count[wide].sum()).exp())
+
+
+def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:
+    numbers = keep.long().cumsum(0) - 1
+    kept = Components(components.mean[keep], components.covariance[keep], components.count[keep])
+    return kept, numbers[labels]
+
+
+def cholesky_of(covariance: Tensor) -> Tensor:
+    """Return a, b, c of [[a, 0], [b, c]], (K, 3), for covariances (K, 2, 2)."""
+    a = covariance[:, 0, 0].clamp_min(0).sqrt()
+    b = torch.where(a > 0, covariance[:, 0, 1] / torch.where(a > 0, a, 1.0), 0.0)
+    c = (covariance[:, 1, 1] - b.square()).clamp_min(0).sqrt()
+    return torch.stack([a, b, c], 1)
+
+
+def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
+    """Return the mean over batches of an epoch of |∂ CE / ∂ μ_i| for the weights to be shared, (n,), one draw a batch.
+
+    Batch-norm runs with its running statistics; nothing of the posterior changes.
+    """
+    layout, _, _ = shared_weights(posterior)
+    total = torch.zeros(posterior.layout.size, device=posterior.device)
+    address = Address(seed, posterior.name, "gradient statistic")
+    parts = order(len(split), address.sub("order")).split(batch_size)  # of one class the slopes would add up
+    with evaluating(posterior):
+        for number, index in enumerate(parts):
+            images, labels = split.batch(index, posterior.device)
+            loss = F.cross_entropy(posterior(to_unit(images), posterior.draw(address.at(number))), labels)
+            (gradient,) = torch.autograd.grad(loss, posterior.mean)
+            total += gradient.abs()
+    views = posterior.layout.views(total / len(parts))
+    return layout.flatten({name: views[name] for name in layout.shapes})

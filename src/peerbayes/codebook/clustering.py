@@ -1,0 +1,265 @@
+"""Clustering in the plane: k-means and EM, in float64 and bounded memory.
+
+Nothing loops over points or components, and no sum depends on the order in which a device does its additions, so that
+a result is a function of its arguments, also on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from peerbayes.codebook.moments import (
+    RIDGE,
+    about_mean,
+    averages,
+    by_label,
+    member_moments,
+    offsets,
+    summed,
+    with_ridge,
+)
+from peerbayes.codebook.neighbours import check_points, nearest
+from peerbayes.errors import InputError
+from peerbayes.math import noise
+from peerbayes.math.gaussians import Components, log_density, merged
+from peerbayes.math.noise import Address
+
+# Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
+_HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
+
+# Of thousands of components only these many are looked at for a point by expectation-maximisation: those with the
+# longest axes, which reach far, and of the others those with the nearest means. All pairs of 11 million weights and
+# 6000 components would be 67 billion.
+BROAD, NEAR = 96, 32
+
+
+# ---- k-means ------------------------------------------------------------------------------------------------------
+
+
+def kmeans(
+    points: Tensor,
+    count: int,
+    address: Address,
+    *,
+    rounds: int = 30,
+    batch: int = 1 << 18,
+    full: int = 4,
+) -> Tensor:
+    r"""Centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
+
+    Seeds are split from one centre, on ``max(batch, 32 K)`` random points: in every round, after two steps of Lloyd,
+    the clusters of which a split gains most, by ``(2/π) n_k λ_k`` with the largest eigenvalue of their covariance, are
+    split along that axis, half as many as there are. In the plane this starts nearer to the optimum than draws by the
+    squared distance (k-means++, k-means||). Then come ``rounds`` steps on random mini-batches, each of which moves a
+    centre by the sum of its members' offsets over all members it has had, and ``full`` steps of Lloyd on all points.
+    If all points fit into a batch, every step is one of Lloyd, and nothing is random. Offsets are taken from the
+    centre before they are added up.
+
+    All steps of Lloyd but the last relocate: two centres that are each other's nearest become one where that costs
+    less, ``n_i n_j/(n_i + n_j) ‖c_i − c_j‖²``, than a split elsewhere gains. So does a centre without members, which
+    costs nothing; it stays where it is in a mini-batch and in the last step, and if no split gains anything (fewer
+    distinct points than centres).
+
+    Args:
+        points: shape ``(n, 2)``.
+        count: the number of centres K, at most n.
+        address: where the randomness belongs.
+        rounds: steps on mini-batches.
+        batch: points of a mini-batch.
+        full: steps on all points.
+
+    Returns:
+        The centres, float64, shape ``(K, 2)``.
+    """
+    check_points("points", points)
+    if not 1 <= count <= len(points):
+        raise InputError(f"count is {count} and there are {len(points)} points: expected 1 to {len(points)} centres.")
+    if rounds < 0 or full < 0 or batch < 1:
+        raise InputError(f"rounds, full and batch are {rounds}, {full} and {batch}: expected at least 0, 0 and 1.")
+    points = points.double()
+    centres = _grown(_subset(points, max(batch, 32 * count), address.sub("seeds")), count)
+    if len(points) <= batch:
+        return _lloyd(points, centres, rounds + full)
+    seen = torch.zeros(count, dtype=torch.int64, device=points.device)
+    for number in range(rounds):
+        part = _subset(points, batch, address.sub(f"batch {number}"))
+        labels = nearest(part, centres).squeeze(1)
+        order, size = by_label(labels, count)
+        seen = seen + size
+        centres = centres + averages(offsets(part, labels, centres, order), size, seen)
+    return _lloyd(points, centres, full)
+
+
+def _subset(points: Tensor, size: int, address: Address) -> Tensor:
+    """Return ``size`` random points, with replacement; all of them, if there are no more."""
+    if len(points) <= size:
+        return points
+    return points[noise.integers(address, len(points), size, points.device)]
+
+
+def _grown(points: Tensor, count: int) -> Tensor:
+    """Return ``count`` centres, split from one: see `kmeans`."""
+    centres = points.mean(0, keepdim=True)
+    while len(centres) < count:
+        centres = _relocated(*_moved(points, centres))
+        size, centres, covariance = _moved(points, centres)
+        largest, axis = _longest(covariance)
+        more = min(max(1, len(centres) // 2), count - len(centres))
+        chosen = (size * largest).argsort(descending=True, stable=True)[:more]
+        lower, upper = _halves(centres[chosen], largest[chosen], axis[chosen])
+        centres = torch.cat([centres.index_put((chosen,), lower), upper])
+    return centres
+
+
+def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
+    """Return the centres after steps of Lloyd, all but the last with a relocation."""
+    for left in reversed(range(steps)):
+        size, moved, covariance = _moved(points, centres)
+        if left:
+            moved = _relocated(size, moved, covariance)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres
+
+
+def _moved(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many points are nearest to each centre, and their moments; see `member_moments`."""
+    return member_moments(points, nearest(points, centres).squeeze(1), centres)
+
+
+def _relocated(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
+    """Return the centres with those that are missed least where they gain most: see `kmeans`."""
+    if len(centres) < 2:
+        return centres
+    largest, axis = _longest(covariance)
+    own = torch.arange(len(centres), device=centres.device)
+    first, second = nearest(centres, centres, 2).unbind(1)
+    other = torch.where(size > 0, torch.where(first == own, second, first), own)
+    share = size / (size + size[other]).clamp_min(1)
+    cost = size[other] * share * (centres - centres[other]).square().sum(1)
+    pair = (other[other] == own) & ((own < other) | (size == 0))
+    cost, free = torch.where(pair, cost, torch.inf).sort(stable=True)
+    gain, split = (_SPLIT_GAIN * size * largest).sort(descending=True, stable=True)
+    better = (cost < gain).nonzero().squeeze(1)
+    free, split = free[better], split[better]
+    busy = torch.zeros_like(own, dtype=torch.bool)
+    busy[free] = busy[other[free]] = True
+    free, split = free[~busy[split]], split[~busy[split]]
+    lower, upper = _halves(centres[split], largest[split], axis[split])
+    joined, weight = other[free], share[free].unsqueeze(1)
+    centres = centres.index_put((joined,), centres[joined] + weight * (centres[free] - centres[joined]))
+    return centres.index_put((torch.cat([split, free]),), torch.cat([lower, upper]))
+
+
+def _halves(centres: Tensor, largest: Tensor, axis: Tensor) -> tuple[Tensor, Tensor]:
+    offset = _HALF * largest.sqrt().unsqueeze(1) * axis
+    return centres - offset, centres + offset
+
+
+def _longest(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest eigenvalue (at least 0) and its unit vector, shapes ``(K,)`` and ``(K, 2)``."""
+    half = 0.5 * (covariance[:, 0, 0] - covariance[:, 1, 1])
+    middle = 0.5 * (covariance[:, 0, 0] + covariance[:, 1, 1])
+    angle = 0.5 * torch.atan2(covariance[:, 0, 1], half)
+    largest = (middle + torch.hypot(half, covariance[:, 0, 1])).clamp_min(0)
+    return largest, torch.stack([angle.cos(), angle.sin()], 1)
+
+
+# ---- expectation-maximisation --------------------------------------------------------------------------------------
+
+
+def em(
+    points: Tensor,
+    components: Components,
+    steps: int,
+    batch: int,
+    address: Address,
+    *,
+    ridge: float = RIDGE,
+    decay: float = 0.6,
+) -> Components:
+    r"""Expectation-maximisation of ``Σ_i log Σ_k π_k N(x_i; m_k, Σ_k)``, on all points or on random mini-batches.
+
+    ``r_ik = softmax_k(log π_k + log N(x_i; m_k, Σ_k))``; then ``π_k``, ``m_k`` and ``Σ_k`` are the share, the mean and
+    the covariance (plus a ridge) of the points weighted by ``r_ik``. If all points fit into a batch this is plain EM.
+    Otherwise step t = 0, 1, ... averages these moments into the old ones with weight ``(t + 2)^−decay`` (stepwise EM).
+    A component of no weight stays as it is. Where there are more than ``BROAD + NEAR`` components, a point is of so
+    many alone, the longest and the nearest ones (`_joint`).
+
+    Args:
+        points: shape ``(n, 2)``.
+        components: where to start; mixture weights are the shares of the counts.
+        steps: how many.
+        batch: points of a step.
+        address: where the choice of points belongs.
+        ridge: what is added to the diagonal of covariances.
+        decay: how fast the weight of a mini-batch falls; between ½ and 1 it converges.
+
+    Returns:
+        The components; counts are ``n π_k``.
+    """
+    check_points("points", points)
+    if steps < 0 or batch < 1:
+        raise InputError(f"steps and batch are {steps} and {batch}: expected at least 0 and 1.")
+    points = points.double()
+    size = len(points)
+    components = replace(components, count=components.count * (size / components.count.sum()))
+    for step in range(steps):
+        part = _subset(points, batch, address.sub(f"em {step}"))
+        found = _maximised(part, components, ridge)
+        found = replace(found, count=found.count * (size / len(part)))
+        if size <= batch:
+            components = found
+        else:
+            weight = (step + 2) ** -decay
+            old = replace(components, count=components.count * (1 - weight))
+            components = merged(old, replace(found, count=found.count * weight))
+    return components
+
+
+def most_probable(points: Tensor, components: Components) -> Tensor:
+    """Return for each point (n, 2) the number of the component that it most probably is of, (n,); see `_joint`."""
+    found = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
+    return torch.cat(list(found)).squeeze(1)
+
+
+def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield points in parts, with C components for each, (n, C), and ``log π_k + log N(x_i; m_k, Σ_k)`` of these.
+
+    They are the ``BROAD`` components with the longest axes and the ``NEAR`` others with the nearest means; with up to
+    that many in all, all of them. Nothing is of a component without weight.
+    """
+    present = (components.count > 0).nonzero().squeeze(1)
+    longest = _longest(components.covariance[present])[0].argsort(descending=True, stable=True)
+    broad, others = present, present[:0]
+    if len(present) > BROAD + NEAR:
+        broad, others = present[longest[:BROAD]], present[longest[BROAD:]]
+    log_weight = (components.count / components.count.sum()).log()
+    room = (1 << 20) if points.device.type == "cpu" else (1 << 23)  # pairs at once
+    for part in points.split(room // (BROAD + NEAR)):
+        which = broad.expand(len(part), -1)
+        if len(others):
+            which = torch.cat([which, others[nearest(part, components.mean[others], NEAR)]], 1)
+        density = log_density(part.unsqueeze(1), components.mean[which], components.covariance[which])
+        yield part, which, log_weight[which] + density
+
+
+def _maximised(points: Tensor, old: Components, ridge: float) -> Components:
+    total = torch.zeros(len(old), 6, dtype=torch.float64, device=points.device)
+    for part, which, joint in _joint(points, old):
+        share = joint.softmax(1)
+        x, y = (part.unsqueeze(1) - old.mean[which]).unbind(2)
+        along, across = share * x, share * y
+        columns = torch.stack([share, along, across, along * x, along * y, across * y], 2)
+        total += summed(columns.flatten(0, 1), which.flatten(), len(old))
+    size, present = total[:, 0], total[:, 0] > 0
+    # Moments are about the old mean, a few standard deviations away at most: little cancels here.
+    shift, inner = about_mean(total[:, 1:] / torch.where(present, size, 1.0).unsqueeze(1))
+    covariance = torch.where(present[:, None, None], with_ridge(inner, ridge), old.covariance)
+    return Components(old.mean + shift, covariance, size)

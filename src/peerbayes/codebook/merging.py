@@ -1,0 +1,140 @@
+"""Merging of components that hardly differ, to convergence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes.codebook.neighbours import nearest
+from peerbayes.errors import InputError
+from peerbayes.math.gaussians import Components, Rule, merged, wasserstein2
+
+
+def merge(
+    components: Components,
+    *,
+    gradient: Tensor | None = None,
+    spread: Tensor | None = None,
+    distance: float = 1.5e-7,
+    gradient_gate: float = 0.15,
+    lr: float = 1e-5,
+    spread_gate: float = 1e-3,
+    neighbours: int = 2,
+    rule: Rule = "moment",
+) -> tuple[Components, Tensor, dict[str, Any]]:
+    r"""Merge components until no pair qualifies.
+
+    A pair is looked at if one is among the ``neighbours`` nearest of the other (by the distance of the means), and
+    qualifies if ``W₂² < distance`` and, for both, ``lr·|gradient| < gradient_gate`` and ``spread < spread_gate``. In a
+    round all pairs merge that are each other's best: of least W₂², equal ones by the lower indices. The nearest pair
+    of all is one of them, so every round merges while a pair qualifies.
+
+    A merged component has the sum of the counts, the sum of ``|gradient|`` (its mean moves all members), and as its
+    spread the pooled variance ``(n₁v₁ + n₂v₂)/n + (n₁n₂/n²)(μ₁ − μ₂)²``, whatever the rule is.
+
+    Args:
+        components: K components.
+        gradient: gradient of the loss by each mean (its norm, or signed), shape ``(K,)``; ``None`` opens the gate.
+        spread: variance of the members' μ, shape ``(K,)``; ``None`` takes ``Σ₁₁``.
+        distance: the bound on the squared distance W₂².
+        gradient_gate: the bound on ``lr·|gradient|``.
+        lr: the learning rate of the means.
+        spread_gate: the bound on the spread.
+        neighbours: how many nearest components each one looks at.
+        rule: see `merged`.
+
+    Returns:
+        The components that are left, in the order of their lowest member; where each old one went, int64 ``(K,)``;
+        and a log of plain numbers: components ``before`` and ``after``, ``rounds`` (the last one merges nothing),
+        ``merged`` pairs; ``near``: pairs that the distance allowed; ``gradient``, ``spread``: those of them that the
+        gate blocked; ``gradient_alone``, ``spread_alone``: those that nothing else blocked. These are summed over
+        rounds, so a pair that stays blocked counts in each; ``left`` holds the same for the last round.
+    """
+    size, device = len(components), components.count.device
+    if neighbours < 1:
+        raise InputError(f"neighbours is {neighbours}: expected 1 or more.")
+    slope = _per_component("gradient", gradient, components, torch.zeros_like(components.count)).abs()
+    spread = _per_component("spread", spread, components, components.covariance[:, 0, 0])
+    old_to_new = torch.arange(size, device=device)
+    log: dict[str, Any] = {"before": size, "after": size, "rounds": 0, "merged": 0}
+    log |= dict.fromkeys(("near", "gradient", "gradient_alone", "spread", "spread_alone"), 0)
+    while True:
+        pairs = _pairs(components.mean, neighbours)
+        first, second = (components.select(side) for side in pairs)
+        square = wasserstein2(first.mean, first.covariance, second.mean, second.covariance)
+        near = square < distance
+        pairs, square = pairs[:, near], square[near]
+        steep = ~(lr * slope < gradient_gate)[pairs].all(0)
+        wide = ~(spread < spread_gate)[pairs].all(0)
+        free = ~(steep | wide)
+        chosen = _mutual(pairs[:, free], square[free], len(components))
+        masks = {"gradient": steep, "gradient_alone": steep & ~wide, "spread": wide, "spread_alone": wide & ~steep}
+        seen = {"near": len(square), **{name: int(mask.sum()) for name, mask in masks.items()}}
+        log |= {name: log[name] + number for name, number in seen.items()}
+        log["rounds"] += 1
+        if not chosen.shape[1]:
+            return components, old_to_new, log | {"left": seen}
+        components, slope, spread, moved = _joined(components, slope, spread, chosen, rule)
+        old_to_new = moved[old_to_new]
+        log |= {"merged": log["merged"] + chosen.shape[1], "after": len(components)}
+
+
+def _pairs(mean: Tensor, neighbours: int) -> Tensor:
+    """Return the pairs of neighbours, each once and the lower index first, shape ``(2, pairs)``, in ascending order."""
+    size = len(mean)
+    found = nearest(mean, mean, min(neighbours + 1, size))
+    own = torch.arange(size, device=mean.device).unsqueeze(1)
+    other = found != own
+    # Of many at one place the first ones are listed, perhaps without the component itself.
+    other[:, -1] &= ~other.all(1)
+    low, high = torch.minimum(found, own)[other], torch.maximum(found, own)[other]
+    keys = torch.unique(low * size + high)
+    return torch.stack([keys // size, keys % size])
+
+
+def _mutual(pairs: Tensor, square: Tensor, size: int) -> Tensor:
+    """Return the pairs that are the best of both their components, by the square and then by the order given."""
+    pairs = pairs[:, square.argsort(stable=True)]
+    rank = torch.arange(pairs.shape[1], device=pairs.device)
+    best = torch.full((size,), pairs.shape[1], device=pairs.device)
+    best.scatter_reduce_(0, pairs.flatten(), rank.repeat(2), "amin")
+    return pairs[:, (best[pairs] == rank).all(0)]
+
+
+def _joined(
+    components: Components, slope: Tensor, spread: Tensor, pairs: Tensor, rule: Rule
+) -> tuple[Components, Tensor, Tensor, Tensor]:
+    """Return the components with pairs merged, their slope and spread, and where each one went."""
+    low, high = pairs
+    first, second = components.select(low), components.select(high)
+    one = merged(first, second, rule)
+    share = torch.where(one.count > 0, second.count / one.count.clamp_min(1e-300), 0.5)
+    between = (first.mean[:, 0] - second.mean[:, 0]).square()
+    slope = slope.index_put((low,), slope[low] + slope[high])
+    pooled = spread[low] + share * (spread[high] - spread[low]) + share * (1 - share) * between
+    spread = spread.index_put((low,), pooled)
+    components = replace(
+        components,
+        mean=components.mean.index_put((low,), one.mean),
+        covariance=components.covariance.index_put((low,), one.covariance),
+        count=components.count.index_put((low,), one.count),
+    )
+    left = torch.ones_like(slope, dtype=torch.bool)
+    left[high] = False
+    target = torch.arange(len(slope), device=slope.device)
+    target[high] = low
+    return components.select(left), slope[left], spread[left], (left.cumsum(0) - 1)[target]
+
+
+def _per_component(name: str, given: Tensor | None, components: Components, default: Tensor) -> Tensor:
+    if given is None:
+        return default
+    if tuple(given.shape) != (len(components),) or not given.is_floating_point():
+        raise InputError(
+            f"{name} is a {given.dtype} tensor of shape {tuple(given.shape)}: "
+            f"expected a floating-point number for each of {len(components)} components."
+        )
+    return given.double()

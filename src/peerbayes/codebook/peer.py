@@ -1,0 +1,95 @@
+"""Codebooks as peers: made of a trained posterior by the options of a recipe."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from peerbayes.codebook.build import Sharing, gradient_statistic, share
+from peerbayes.codebook.outliers import steepest
+from peerbayes.codebook.shared import Shared, usually_shared
+from peerbayes.codebook.trained import merge_trained
+from peerbayes.data.splits import Split
+from peerbayes.errors import InputError, PeerbayesWarning
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.provenance import Provenance
+
+DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options that do not make the codebook
+
+
+def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
+    """Return a stand-in for a codebook that is not made yet; refuse more components, or larger ones, than it can have.
+
+    Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
+
+    Args:
+        network: whose weights are to be shared.
+        options: of the recipe's posterior.
+        seed: with ``name``, where its draws live.
+        name: the peer's.
+    """
+    blank = Shared(network, seed=seed, name=name, **_drawn(options))
+    single = steepest(options["top"], blank.layout.size) if options["outliers"] else 0
+    inside = blank.layout.size - single
+    words = f"there are only {inside} weights to share" + f", beside {single} outliers by their gradients" * (
+        single > 0
+    )
+    if options["components"] > inside:
+        raise InputError(f"peer '{name}': posterior.components is {options['components']}, but {words}")
+    if options["outliers"] and options["smallest"] > inside:
+        raise InputError(f"peer '{name}': posterior.smallest is {options['smallest']}, but {words}")
+    return blank
+
+
+def shared_of(
+    posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
+) -> Shared:
+    """Make a codebook of a trained posterior over a network, where it is.
+
+    Args:
+        posterior: trained, with a scale for every weight; it is not changed.
+        network: of the same architecture.
+        options: of the recipe's posterior.
+        split: training inputs, on which gradients count.
+        seed: of the clustering; with ``name``, where its draws live.
+        name: the peer's.
+    """
+    if not posterior.shareable:
+        raise InputError(f"expected a mean_field posterior, whose weights have scales, got a {posterior.kind} one")
+    merging = options["merge"]
+    needed = merging["distance"] > 0 or (options["outliers"] and options["top"] > 0)
+    gradient = gradient_statistic(posterior, split, seed=seed) if needed else None
+    table = {field.name: options[field.name] for field in fields(Sharing)}
+    book, account = share(posterior, Sharing(**table), gradient, seed)
+    # What is not Bayesian there has no scale, and is not shared.
+    names = usually_shared(posterior.network, posterior.layout.shapes)
+    shared = Shared(network, book, start_from=posterior, weights=names, seed=seed, name=name, **_drawn(options))
+    shared = shared.to(posterior.device)
+    _warn_of_little(shared, name)
+    shared.account = account
+    shared.provenance = Provenance(posterior.digest(), posterior.provenance.depth)
+    shared.merging = functools.partial(merge_trained, **merging) if options["merge_every_epoch"] else None
+    return shared
+
+
+def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: options[key] for key in DRAWN}
+
+
+def _warn_of_little(shared: Shared, name: str) -> None:
+    """Tell where a file will hardly become smaller, because most of a network is not shared."""
+    others = shared.rest_layout.shapes
+    total = shared.layout.size + shared.rest_layout.size
+    if 2 * shared.layout.size < total:
+        largest = max(others, key=lambda one: others[one].numel())
+        warnings.warn(
+            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
+            f"'{largest}' above all, have no scales to share and stay as they are",
+            PeerbayesWarning,
+            stacklevel=2,
+        )

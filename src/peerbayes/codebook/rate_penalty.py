@@ -1,0 +1,102 @@
+"""Clustering with an eye on the index: which component a weight has costs bits, and a rare one costs more."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from peerbayes.codebook.moments import member_moments
+from peerbayes.codebook.neighbours import check_points, nearest
+from peerbayes.errors import InputError
+
+MOST = 1 << 16  # centres
+MANY, NEAR = 1024, 8  # of so many centres, so many are looked at for each point, as long as none farther off can win
+_CHUNK = 1 << 18
+
+
+def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
+    r"""Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
+
+    ``bits_i = −log₂`` of the share of the part's points that the centre has. Where k-means makes small cells of dense
+    regions, here cells of about equal width, ``√(6 worth / ln 2)``, are best, and take about a quarter of a bit a point
+    more than any code could do with [1]. So the points begin in the squares of that width which they lie in. Then come
+    steps of Lloyd [2]: every point takes the centre that costs it least, every centre becomes the mean of its points,
+    and one without any is dropped.
+
+    Args:
+        points: shape ``(n, 2)``.
+        part: where each point belongs, int64, shape ``(n,)``: each part has frequencies of its own, as in the file.
+        worth: squared distance that a bit may cost; so much that there are at most 65,536 centres.
+        steps: of Lloyd.
+
+    Returns:
+        Centres, float64, ``(K, 2)``, and the centre of each point, int64, ``(n,)``; every centre has points.
+
+    [1] Gish and Pierce, IEEE Transactions on Information Theory 14 (1968).
+    [2] Chou, Lookabaugh and Gray, IEEE Transactions on Acoustics, Speech, and Signal Processing 37 (1989).
+    """
+    check_points("points", points)
+    if not 0 < worth < math.inf:
+        raise InputError(f"worth is {worth}: expected a positive number.")
+    points, parts = points.double(), int(part.max()) + 1
+    count, labels = _squares(points, math.sqrt(6 * worth / math.log(2)))
+    if count > MOST:
+        raise InputError(f"thrift is too small: a bit is worth {worth:g}, which makes more than {MOST:,} squares.")
+    _, centres, _ = member_moments(points, labels, points.new_zeros(count, 2))
+    for _ in range(steps):
+        found = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
+        if torch.equal(found, labels):
+            break
+        present = torch.bincount(found, minlength=len(centres)) > 0
+        labels = (present.long().cumsum(0) - 1)[found]
+        _, centres, _ = member_moments(points, labels, centres[present])
+    return centres, labels
+
+
+def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
+    """Return how many squares of this width have points, and which one each point is in, int64 ``(n,)``."""
+    places = (points / width).round_()
+    places -= places.amin(0)
+    rows, columns = (places.amax(0) + 1).tolist()
+    if not rows * columns < 1 << 53:  # float64 would not tell them apart
+        return 1 << 53, torch.empty(0, dtype=torch.int64)
+    # By one number: unique rows take several times as long, and as much memory.
+    cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
+    return len(cells), labels
+
+
+def _cheapest(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
+    """Return the centre with the least squared distance + cost by (part, centre) of every point."""
+    if len(centres) <= MANY:
+        return _cheapest_of_all(points, part, centres, cost)
+    found, least = [], cost.amin(1)
+    for here, own in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
+        near = nearest(here, centres, NEAR)
+        square = (here.unsqueeze(1) - centres[near]).square_().sum(2)
+        total, place = (square + cost[own.unsqueeze(1), near]).min(1)
+        label = near.gather(1, place.unsqueeze(1)).squeeze(1)
+        left = (square[:, -1] + least[own] < total).nonzero().squeeze(1)
+        label[left] = _cheapest_of_all(here[left], own[left], centres, cost)
+        found.append(label)
+    return torch.cat(found)
+
+
+def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
+    found = torch.empty(len(points), dtype=torch.int64, device=points.device)
+    # A processor wants its working set in the cache, an accelerator many points at once.
+    size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
+    for first in range(0, len(points), size):
+        here = slice(first, first + size)
+        square = cost[part[here]]
+        for axis in range(2):
+            square += (points[here, axis, None] - centres[:, axis]).square_()
+        found[here] = square.argmin(1)
+    return found
+
+
+def _bits(labels: Tensor, part: Tensor, centres: int, parts: int) -> Tensor:
+    """Return −log₂ of the share of each centre in each part, (parts, centres); half a point more for all of them."""
+    count = torch.bincount(part * centres + labels, minlength=parts * centres).view(parts, centres).double() + 0.5
+    return -(count / count.sum(1, keepdim=True)).log2()

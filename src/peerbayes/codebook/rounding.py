@@ -1,0 +1,171 @@
+"""The same posterior in fewer bytes by plain rounding: what it takes, and what is left of it.
+
+Every form is a real posterior whose numbers lie on the form's grid. Its bytes count the codes, packed without gaps, and
+the constants of the grids; names and a header are not counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerbayes.codebook.grids import fits_half, inverse_softplus
+from peerbayes.codebook.shared import Shared
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.mean_field import MeanField
+from peerbayes.posteriors.point import Point
+
+Numbers = dict[str, tuple[Tensor, int]]  # by place in a state: what is left of a tensor, and its bytes
+
+SCALES = ("rho", "factor_rho")  # parts of a state that are scales, by way of softplus
+SCALE_BITS = (8, 4, 2, 1)
+NETWORK_BITS = 3  # of the smallest network
+CONSTANT = 4  # bytes of a grid's constant, float32
+CLIPS = torch.linspace(1, 0.3, 36).tolist()  # candidates for a channel's largest code, of its largest number
+REFITS = 10  # of a grid of scales
+TINY = 2.0**-24  # the smallest number of float16
+
+
+@dataclass(frozen=True)
+class Form:
+    """A posterior that takes so many bytes."""
+
+    name: str
+    bytes: int
+    posterior: Posterior
+
+
+def forms(posterior: Posterior) -> Iterator[Form]:
+    """Yield a posterior's forms, one at a time; then those of its mean network.
+
+    ``float32`` and ``float16`` are all its numbers in that type. ``int8, 4-bit scales`` has means in 8 bits with a step
+    a channel, scales on a logarithmic grid a tensor, and float16 for everything else: factors, biases, batch-norm.
+    A point has no scales, and is its own mean network. A shared posterior is taken weight by weight.
+    """
+    if isinstance(posterior, Shared):
+        posterior = as_mean_field(posterior)
+    if posterior.stochastic:
+        for bits in (32, 16):
+            parts = (_means(posterior, bits), _scales(posterior, bits), _others(posterior, bits))
+            yield _form(f"float{bits}", posterior, *parts)
+        means, others = _means(posterior, 8), _others(posterior, 16)
+        if not _scales(posterior, 32):
+            yield _form("int8", posterior, means, others)
+        for bits in SCALE_BITS if _scales(posterior, 32) else ():
+            yield _form(f"int8, {bits}-bit scales", posterior, means, others, _scales(posterior, bits))
+        posterior = Point(posterior.materialise()).to(posterior.device)
+    yield _form("network, float32", posterior, _means(posterior, 32), _others(posterior, 32))
+    yield _form("network, int8", posterior, _means(posterior, 8), _others(posterior, 16))
+    yield _form("network, 3 bits", posterior, _means(posterior, NETWORK_BITS), _others(posterior, 16))
+
+
+def as_mean_field(posterior: Shared) -> MeanField:
+    """Return a Gaussian for every shared weight, with the mean and the scale that it has."""
+    names = set(posterior.layout.shapes)
+    found = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
+    with torch.no_grad():
+        found.rho.copy_(inverse_softplus(posterior.std))
+    found.seed, found.name = posterior.seed, posterior.name
+    return found
+
+
+def _form(name: str, posterior: Posterior, *parts: Numbers) -> Form:
+    numbers = {place: number for part in parts for place, number in part.items()}
+    anchors = {place: t for place, t in posterior.state().items() if place.startswith("anchor/")}
+    found = copy.deepcopy(posterior)
+    found.load_state(anchors | {place: tensor for place, (tensor, _) in numbers.items()})
+    return Form(name, sum(size for _, size in numbers.values()), found)
+
+
+def _means(posterior: Posterior, bits: int) -> Numbers:
+    found = {}
+    for place, tensor in _part(posterior, "mean"):
+        # A step for the channel of a bias is as large as the bias.
+        small = bits <= 8 and tensor.dim() > 1
+        found[place] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
+    return found
+
+
+def _scales(posterior: Posterior, bits: int) -> Numbers:
+    found = {}
+    for place, tensor in _part(posterior, *SCALES):
+        if bits == 32:
+            found[place] = _floats(tensor, 32)
+            continue
+        std = F.softplus(tensor.double())
+        if bits == 16:
+            std, size = std.half().clamp_min(TINY), 2 * std.numel()
+        else:
+            std, size = rounded_scales(std, bits)
+        found[place] = inverse_softplus(std).float(), size
+    return found
+
+
+def _others(posterior: Posterior, bits: int) -> Numbers:
+    parts = {place.split("/")[0] for place in posterior.state()} - {"mean", "anchor", *SCALES}
+    return {place: _floats(tensor, bits) for place, tensor in _part(posterior, *parts)}
+
+
+def _part(posterior: Posterior, *parts: str) -> Iterator[tuple[str, Tensor]]:
+    return ((place, t.detach()) for place, t in posterior.state().items() if place.split("/")[0] in parts)
+
+
+def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
+    """Return a tensor in float16, where it is float32 and that holds it, and its bytes."""
+    if bits == 16 and tensor.dtype == torch.float32 and fits_half(tensor):
+        return tensor.half().float(), 2 * tensor.numel()
+    return tensor, tensor.element_size() * tensor.numel()
+
+
+def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
+    """Round to c · step with |c| < 2^(bits-1), a step for each output channel (axis 0); return it, and its bytes.
+
+    The step is the best of some candidates by squared error: of few bits, it does not pay to reach the largest number.
+    """
+    most = (1 << (bits - 1)) - 1
+    rows = tensor.reshape(len(tensor), -1).double()
+    largest = rows.abs().amax(1, keepdim=True) / most
+    best, error = rows, torch.full_like(largest, torch.inf)
+    for clip in CLIPS:
+        step = torch.where(largest > 0, largest * clip, 1.0).float().double()
+        given = (rows / step).round().clamp(-most, most) * step
+        off = (given - rows).square().sum(1, keepdim=True)
+        best, error = torch.where(off < error, given, best), torch.minimum(off, error)
+    return best.float().view(tensor.shape), _packed(tensor, bits) + CONSTANT * len(tensor)
+
+
+def rounded_scales(std: Tensor, bits: int) -> tuple[Tensor, int]:
+    """Round to 2^(low + c · step), c from 0 to 2^bits − 1; return it, float64, and its bytes.
+
+    Low and step go from the least and the largest to where they have the least squared error of logarithms, by turns
+    with the codes. With one bit these are two levels. Scales of 0 count as the least of the others.
+    """
+    most = (1 << bits) - 1
+    least = std[std > 0].min() if bool((std > 0).any()) else std.new_tensor(TINY)
+    logs = std.clamp_min(least).double().log2()
+    low, step = logs.min(), (logs.max() - logs.min()) / most
+    for _ in range(REFITS):
+        codes = _codes(logs, low, step, most)
+        off = codes - codes.mean()
+        if not bool(off.any()):
+            low, step = logs.mean(), torch.zeros_like(step)
+            break
+        step = (off * logs).sum() / off.square().sum()
+        low = logs.mean() - step * codes.mean()
+    low, step = low.float().double(), step.float().double()
+    levels = torch.exp2(low + torch.arange(most + 1, device=std.device) * step)
+    return levels[_codes(logs, low, step, most).long()], _packed(std, bits) + 2 * CONSTANT
+
+
+def _codes(logs: Tensor, low: Tensor, step: Tensor, most: int) -> Tensor:
+    return ((logs - low) / torch.where(step > 0, step, 1.0)).round().clamp(0, most)
+
+
+def _packed(tensor: Tensor, bits: int) -> int:
+    """Return the bytes of codes without gaps."""
+    return -(-tensor.numel() * bits // 8)

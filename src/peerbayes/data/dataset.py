@@ -1,0 +1,327 @@
+"""From a name or a path to a data set with fixed splits.
+
+Where data is looked for: the ``root`` argument, else the environment variable ``PEERBAYES_DATA``, else
+``~/.cache/peerbayes/data``. Splits are the same every time:
+
+- The official test split is the test split. Where there is none, a fifth of each class is held out by a fixed
+  permutation.
+- Texts are split as images are; the vocabulary is made from what is left to train on.
+- ``validation`` takes the *last* images of the training split, in order, as the papers do with CIFAR. Where
+  the training split is stored class by class (each class in one run, as in image folders), the last images
+  would be of one class: then the same share of each class is taken by a fixed permutation. Either way the
+  training images keep their order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peerbayes.data.datasets.corpora import Corpus, Texts, is_corpus, read_corpus
+from peerbayes.data.datasets.images import IMAGENET_STATS
+from peerbayes.data.datasets.sources import (
+    READERS,
+    Source,
+    Stored,
+    array_split,
+    count_classes,
+    data_root,
+    read_folder,
+    read_npz,
+)
+from peerbayes.data.held_out import divided
+from peerbayes.data.splits import ArraySplit, Split, measure
+from peerbayes.data.transforms.channels import Recoloured
+from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
+from peerbayes.errors import InputError, PeerbayesWarning, nearest
+from peerbayes.math import noise
+from peerbayes.networks.registry import WordVectors
+
+IN_MEMORY = "arrays"  # the name of a data set that was given none
+_MEASURED = 2000  # files of a folder on which mean and deviation are measured
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set with its fixed splits.
+
+    Args:
+        name: the registered name, or the stem of the path.
+        train: the training split, without the validation images.
+        validation: held out of the training split, the data's own, or None.
+        test: the test split.
+        classes: number of classes.
+        class_names: one a class, where they are known.
+        shape: channels, height and width of one image in a batch, or the length of a text in token numbers.
+        mean: per channel in the [0, 1] scale: published constants for CIFAR and ImageNet, else measured on
+            ``train`` (for folders, on at most 2,000 files of it). Empty for texts.
+        std: as ``mean``.
+        soft_labels: float32 (N, classes), the distribution of human labels of the test images (CIFAR-10H), or
+            None.
+        vocabulary: how texts became token numbers; None for images.
+        vectors: word vectors for networks to start from, where the options of the texts name some.
+    """
+
+    name: str
+    train: Split
+    validation: Split | None
+    test: Split
+    classes: int
+    class_names: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    soft_labels: Tensor | None = None
+    vocabulary: Vocabulary | None = None
+    vectors: WordVectors | None = None
+
+
+def names() -> tuple[str, ...]:
+    """Return the registered names, sorted."""
+    return tuple(sorted(READERS))
+
+
+def load(
+    name: str | Path,
+    *,
+    root: Path | str | None = None,
+    validation: int | float = 0,
+    size: int | None = None,
+    stats: Literal["imagenet"] | None = None,
+    text: TextOptions | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> Dataset:
+    """Read a data set; the module's text gives the rules of the splits.
+
+    Args:
+        name: a registered name (see :func:`peerbayes.data.names`), or a path to an ``.npz`` file, an image folder,
+            or texts (a ``.csv`` or ``.json`` file, or a folder with a ``train.csv``; see
+            `peerbayes.data.datasets.corpora`); a relative path is looked for in the working directory, then
+            under the root.
+        root: the folder of the data (see :func:`peerbayes.data.data_root`).
+        validation: images to hold out of the training split: a number, or a fraction below 1.
+        size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
+            ImageNet, and for other folders the shortest side of the first image, at most 224.
+        stats: mean and deviation that networks normalise colour images by: ``"imagenet"`` for those of ImageNet, which
+            some papers use for all of them. By default the data's own, see `Dataset`.
+        text: how texts become token numbers; its file of vectors is looked for as a relative path is.
+        vocabulary: a vocabulary to use for texts, such as that of a run, instead of making one; word vectors are not
+            read then.
+    """
+    found = _read(name, root, want_train=True)
+    if isinstance(found, Corpus):
+        if size is not None:
+            raise InputError(f"{name} holds texts: size is for images; the length of a text is an option of text")
+        if stats is not None:
+            raise InputError(f"stats = '{stats}' is for images, but {name} holds texts")
+        if text is None:
+            text = TextOptions()
+        elif text.vectors and not Path(text.vectors).expanduser().exists():
+            text = replace(text, vectors=str(data_root(root) / text.vectors))
+        return _text_data(name, found, validation, text, vocabulary)
+    if text is not None or vocabulary is not None:
+        raise InputError(f"{name} holds images: leave out the options of text")
+    loaded = _image_data(name, found, validation, size)
+    return loaded if stats is None else _normalised_by(stats, loaded)
+
+
+def _normalised_by(stats: str, loaded: Dataset) -> Dataset:
+    if stats != "imagenet":
+        raise InputError(f"stats = '{stats}': expected 'imagenet', or None for the data's own")
+    mean, std = IMAGENET_STATS
+    if loaded.shape[0] != len(mean):
+        raise InputError(f"stats = '{stats}' is for images of {len(mean)} channels, but {loaded.name} has "
+                         f"{loaded.shape[0]}")  # fmt: skip
+    return replace(loaded, mean=mean, std=std)
+
+
+def from_arrays(
+    train: tuple[Any, Any],
+    test: tuple[Any, Any] | None = None,
+    validation: tuple[Any, Any] | int | float = 0,
+    *,
+    names: Sequence[str] | None = None,
+    name: str = IN_MEMORY,
+) -> Dataset:
+    """Make a data set of images in memory, as :func:`load` makes one of an ``.npz`` file.
+
+    Args:
+        train: images (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or float in [0, 1], and integer labels (N,):
+            numpy arrays, tensors, or what numpy makes arrays of.
+        test: as ``train``; without it a fixed fifth of ``train`` is held out.
+        validation: as ``train``, or how many images (or which fraction) to hold out of ``train``.
+        names: of the classes; by default they are numbered, from 0 without gaps.
+        name: of the data set, in tables.
+    """
+    if name in READERS:
+        raise InputError(f"name '{name}' is that of a known data set; choose another one for these")
+    classes = None if names is None else len(names)
+    split = _array_split("train", train, classes)
+    classes = classes or count_classes(split, "train_labels")
+    own, count = (None, validation) if isinstance(validation, int | float) else (validation, 0)
+    found = Source(
+        split,
+        None if test is None else _array_split("test", test, classes),
+        None if own is None else _array_split("validation", own, classes),
+        classes=classes,
+        class_names=None if names is None else tuple(map(str, names)),
+    )
+    return replace(_image_data(name, found, count, None), name=name)
+
+
+def _array_split(part: str, given: Any, classes: int | None) -> ArraySplit:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(f"{part} is of type {type(given).__name__}, expected a pair (images, labels)")
+    try:
+        images, labels = (one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given)
+    except (TypeError, ValueError) as error:  # bfloat16, say, or rows of different lengths
+        raise InputError(f"{part}: can't be made an array ({error})") from None
+    return array_split(images, labels, part, classes)
+
+
+def _image_data(name: str | Path, found: Source, validation: int | float, size: int | None) -> Dataset:
+    parts: tuple[Stored, Stored | None, Stored]
+    parts = divided(name, found.train, found.validation, found.test, validation)
+    train, own, test = parts
+    if size is not None:
+        _check_size(size)
+        train, test, own = train.sized(size), test.sized(size), None if own is None else own.sized(size)
+    for label, split in (("test", test), ("validation", own)):
+        if split is not None and split.shape != train.shape:
+            raise InputError(f"{name}: {label} images have shape {split.shape}, training images {train.shape}")
+    mean, std = found.stats or measure(_measured_part(train))
+    return Dataset(
+        name=_title(name),
+        train=train,
+        validation=own,
+        test=test,
+        classes=found.classes,
+        class_names=found.class_names,
+        shape=train.shape,
+        mean=mean,
+        std=std,
+        soft_labels=found.soft_labels,
+    )
+
+
+def _text_data(
+    name: str | Path, found: Corpus, validation: int | float, options: TextOptions, vocabulary: Vocabulary | None
+) -> Dataset:
+    train, own, test = divided(name, found.train, found.validation, found.test, validation)
+    vectors = None
+    if vocabulary is None:
+        vocabulary = Vocabulary.build(train.texts, options)
+        if options.vectors:
+            vectors = read_vectors(options.vectors, vocabulary)
+            vocabulary = replace(vocabulary, dimension=vectors.vectors.shape[1])
+    return Dataset(
+        name=_title(name),
+        train=_encoded(train, vocabulary),
+        validation=None if own is None else _encoded(own, vocabulary),
+        test=_encoded(test, vocabulary),
+        classes=found.classes,
+        class_names=found.class_names,
+        shape=(vocabulary.width,),
+        mean=(),
+        std=(),
+        vocabulary=vocabulary,
+        vectors=vectors,
+    )
+
+
+def _encoded(texts: Texts, vocabulary: Vocabulary) -> ArraySplit:
+    return ArraySplit(vocabulary.encode(texts.texts), texts.labels)
+
+
+def load_texts(name: str | Path, vocabulary: Vocabulary, *, root: Path | str | None = None) -> Split:
+    """Read texts only, for instance an out-of-distribution set such as ``clinc150-oos``: the test split, or all texts.
+
+    Labels are not looked at, and are absent. ``name`` and ``root`` as in :func:`load`.
+    """
+    found = _read(name, root, want_train=False)
+    if not isinstance(found, Corpus):
+        raise InputError(f"{name} holds images, expected texts")
+    assert found.test is not None
+    return _encoded(found.test, vocabulary)
+
+
+def load_images(name: str | Path, *, root: Path | str | None = None, size: int | None = None) -> Split:
+    """Read images only, for instance an out-of-distribution set: the test split, or every image where there is none.
+
+    Labels may be absent, and are for image folders, which need no class folders here. Only the files of that
+    split have to be there. Arguments as in :func:`load`.
+    """
+    found = _read(name, root, want_train=False)
+    if isinstance(found, Corpus):
+        raise InputError(f"{name} holds texts, expected images")
+    split = found.train if found.test is None else found.test
+    assert split is not None
+    if size is not None:
+        _check_size(size)
+        split = split.sized(size)
+    return split
+
+
+def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None) -> Split:
+    """Read an out-of-distribution set in the form that another data set has: its vocabulary, or size and channels.
+
+    Grey images become colours of equal channels, and colours their luma.
+
+    ``name`` and ``root`` as in :func:`load`.
+    """
+    if name == like.name and name in names():
+        told = f"{name}: is the data that was learnt, and its test split is in distribution"
+        warnings.warn(told, PeerbayesWarning, stacklevel=2)
+    if like.vocabulary is not None:
+        return load_texts(name, like.vocabulary, root=root)
+    split = load_images(name, root=root, size=like.shape[1])
+    images, _ = split.batch(torch.arange(1), torch.device("cpu"))
+    if {images.shape[1], like.shape[0]} == {1, 3}:
+        return Recoloured(split, 1 if like.shape[0] == 1 else 3)
+    if images.shape[1] != like.shape[0]:
+        found = f"{images.shape[1]} channel" + "s" * (images.shape[1] != 1)
+        raise InputError(f"{name}: images have {found}, expected {like.shape[0]} as in {like.name}")
+    return split
+
+
+def _title(name: str | Path) -> str:
+    return name if isinstance(name, str) and name in names() else Path(name).stem
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise InputError(f"size must be at least 1, got {size}")
+
+
+def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source | Corpus:
+    base = data_root(root)
+    if isinstance(name, str) and name in READERS:
+        return READERS[name](base, want_train)
+    path = Path(name).expanduser()
+    for place in (path, base / path):
+        if is_corpus(place):
+            return read_corpus(place, want_train)
+        if place.is_dir():
+            return read_folder(place, want_train)
+        if place.is_file():
+            if place.suffix != ".npz":
+                raise InputError(
+                    f"{place}: expected an .npz file, an image folder, texts (.csv, .json) or a known name"
+                )
+            return read_npz(place, want_train)
+    hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
+    looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
+    raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
+
+
+def _measured_part(train: Stored) -> Stored:
+    if isinstance(train, ArraySplit) or len(train) <= _MEASURED:
+        return train
+    return train.select(noise.permutation(noise.Address(0, "data", "measure"), len(train))[:_MEASURED])

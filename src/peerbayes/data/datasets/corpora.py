@@ -1,0 +1,268 @@
+"""Texts with labels from CSV and JSON files, in the layouts that the known text data sets come in.
+
+CSV without a header: a class number from 1 in the first column, then the text, whose columns are joined by a blank (AG
+News, Yahoo! Answers, Yelp). With a header: the class in a column ``label``, ``category``, ``class``, ``class index`` or
+``intent``, the text in ``text``, or in all other columns. A ``classes.txt`` beside the files names the classes, one a
+line. JSON: an object with lists ``train`` (or one ``train...`` alone, such as a subset's ``train10k``), ``test`` and
+``val`` or ``validation`` of ``[text, label]`` or ``{"text": ..., "label": ...}``, and perhaps ``classes``.
+
+Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.datasets.sources import find, source
+from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
+from peerbayes.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts with their labels.
+
+    Args:
+        texts: N texts.
+        labels: int64 (N,), or None.
+    """
+
+    texts: Sequence[str]
+    labels: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, index: Tensor) -> Texts:
+        """Return the texts at ``index``, in that order."""
+        chosen = [self.texts[i] for i in index.tolist()]
+        return Texts(chosen, None if self.labels is None else self.labels[index])
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """What a reader found: the splits as stored; see `peerbayes.data.datasets.sources.Source`."""
+
+    train: Texts | None
+    test: Texts | None
+    validation: Texts | None = None
+    classes: int = 0
+    class_names: tuple[str, ...] | None = None
+
+
+# ---- classes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """How labels are numbered: by name, or by their own numbers less ``first``."""
+
+    count: int
+    names: tuple[str, ...] | None
+    by_name: bool
+    first: int
+
+    @classmethod
+    def of(cls, items: Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
+        """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
+        found = set(items.labels)
+        numbers = {_number(label) for label in found}
+        if None in numbers or (names is not None and not items.numbered and found <= set(names)):
+            names = names or tuple(sorted(map(str, found)))
+            return cls(len(names), names, by_name=True, first=0)
+        known = {number for number in numbers if number is not None}
+        if first is None:
+            first = 0 if 0 in known else 1
+        count = len(names) if names is not None else max(known) - first + 1
+        absent = next((number for number in range(first, first + count) if number not in known), None)
+        if names is None and absent is not None:
+            raise InputError(f"{items.path}: no text has class {absent}: number the classes without gaps, or name "
+                             "them all (in classes.txt, or under 'classes')")  # fmt: skip
+        return cls(count, names, by_name=False, first=first)
+
+    @property
+    def _expected(self) -> str:
+        if not self.by_name:
+            return f"a class number from {self.first} to {self.first + self.count - 1}"
+        some = ", ".join((self.names or ())[:3]) + (", ..." if self.count > 3 else "")
+        return f"one of the {self.count} classes ({some})"
+
+    def texts(self, items: Items) -> Texts:
+        """Return items with their class numbers; a label that is none is refused by its row."""
+        places = {name: place for place, name in enumerate(self.names or ())}
+        labels = []
+        for place, label in enumerate(items.labels):
+            number = places.get(str(label)) if self.by_name else _number(label)
+            if number is None or not 0 <= number - self.first < self.count:
+                raise InputError(f"{items.where(place)}: expected {self._expected}, found '{label}'")
+            labels.append(number - self.first)
+        return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
+
+
+def _number(label: str | int) -> int | None:
+    if isinstance(label, int):
+        return label
+    return int(label) if label.removeprefix("-").isdecimal() else None
+
+
+def _assemble(
+    train: Items,
+    test: Items | None,
+    validation: Items | None,
+    names: tuple[str, ...] | None,
+    first: int | None,
+) -> Corpus:
+    classes = _Classes.of(train, names, first)
+    return Corpus(
+        classes.texts(train),
+        None if test is None else classes.texts(test),
+        None if validation is None else classes.texts(validation),
+        classes.count,
+        classes.names,
+    )
+
+
+# ---- files and folders ----------------------------------------------------------------------------------------------
+
+
+def read_csv(
+    train: Path, test: Path | None, validation: Path | None, want_train: bool, names: tuple[str, ...] | None = None
+) -> Corpus:
+    """Read CSV files in one layout; see the module's text.
+
+    Args:
+        train: the training texts.
+        test: the test texts, where there are some.
+        validation: the data's own validation texts.
+        want_train: whether the training split is wanted; without it only the test texts are read, or all there are.
+        names: the classes, where no ``classes.txt`` lies beside ``train``.
+    """
+    if not want_train:
+        return Corpus(None, Texts(csv_items(test or train, labelled=False).texts, None))
+    listing = train.parent / "classes.txt"
+    if listing.is_file():
+        names = _listed(listing)
+    items = csv_items(train)
+    others = [None if path is None else csv_items(path) for path in (test, validation)]
+    return _assemble(items, others[0], others[1], names, 1 if items.numbered else None)
+
+
+def _listed(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    except UnicodeDecodeError:
+        refuse_encoding(path)
+
+
+def is_corpus(path: Path) -> bool:
+    """Return whether a folder or file holds texts."""
+    return (path / "train.csv").is_file() or (path.suffix in (".csv", ".json") and path.is_file())
+
+
+def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus:
+    """Read a folder with ``train.csv`` (and ``test.csv``, ``val.csv`` or ``validation.csv``), a CSV or a JSON file."""
+    if path.suffix == ".json":
+        return _read_json(path, want_train)
+    if path.is_file():
+        return read_csv(path, None, None, want_train, names)
+    there = {place.stem: place for place in path.glob("*.csv") if place.is_file()}
+    if "train" not in there:
+        raise InputError(f"{path / 'train.csv'}: file not found; unpack the archive again")
+    validation = there.get(_one_of(path, there, ["val", "validation"]) or "")
+    return read_csv(there["train"], there.get("test"), validation, want_train, names)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    if not data.strip():
+        raise InputError(f"{path}: the file is empty, expected a JSON object")
+    try:
+        content = json.loads(data)
+    except UnicodeDecodeError:
+        refuse_encoding(path)
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object with a list 'train', found {type(content).__name__}")
+    return content
+
+
+def _one_of(path: Path, there: Container[str], names: Sequence[str]) -> str | None:
+    """Return which of the names a split has in a file or folder; two of them are refused."""
+    found = [name for name in names if name in there]
+    if len(found) > 1:
+        raise InputError(f"{path}: {' and '.join(map(repr, found))} could both be one split; leave one of them")
+    return found[0] if found else None
+
+
+def _read_json(path: Path, want_train: bool) -> Corpus:
+    content = _content(path)
+    train = _one_of(path, content, ["train"] if "train" in content else [k for k in content if k.startswith("train")])
+    if train is None:
+        raise InputError(f"{path}: expected a list 'train', found {', '.join(map(repr, content)) or 'nothing'}")
+    validation = _one_of(path, content, ["val", "validation"])
+    test = "test" if "test" in content else None
+
+    if not want_train:
+        return Corpus(None, Texts(json_items(path, test or train, content[test or train]).texts, None))
+    names = content.get("classes")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError(f"{path}: expected 'classes' as a list of names")
+    others = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
+    items = json_items(path, train, content[train])
+    return _assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+
+
+# ---- the known sets -------------------------------------------------------------------------------------------------
+
+
+@source("agnews")
+def _agnews(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("ag_news_csv", "agnews", "ag_news"), "ag_news_csv.tar.gz")
+    return read_corpus(path, want_train, ("World", "Sports", "Business", "Sci/Tech"))
+
+
+@source("yahoo")
+def _yahoo(root: Path, want_train: bool) -> Corpus:
+    topics = ("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet",
+              "Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships",
+              "Politics & Government")  # fmt: skip
+    path = find(root, ("yahoo_answers_csv", "yahoo"), "yahoo_answers_csv.tar.gz")
+    return read_corpus(path, want_train, topics)
+
+
+@source("yelp")
+def _yelp(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("yelp_review_full_csv", "yelp"), "yelp_review_full_csv.tar.gz")
+    return read_corpus(path, want_train, tuple(f"{stars} star{'s' if stars > 1 else ''}" for stars in range(1, 6)))
+
+
+@source("banking77")
+def _banking77(root: Path, want_train: bool) -> Corpus:
+    path = find(root, ("banking77", "banking_data", "banking77_train.csv"), "banking_data (train.csv and test.csv)")
+    if path.is_dir():
+        return read_corpus(path, want_train)
+    return read_csv(path, find(root, ("banking77_test.csv",), "banking77_test.csv"), None, want_train)
+
+
+_CLINC = ("clinc150.json", "clinc150/data_full.json", "data_full.json")
+
+
+@source("clinc150")
+def _clinc150(root: Path, want_train: bool) -> Corpus:
+    return _read_json(find(root, _CLINC, "data_full.json"), want_train)
+
+
+@source("clinc150-oos")
+def _clinc150_oos(root: Path, want_train: bool) -> Corpus:
+    path = find(root, _CLINC, "data_full.json")
+    if want_train:
+        raise InputError("clinc150-oos has no classes to learn: name it as an out-of-distribution set of clinc150")
+    return Corpus(None, Texts(json_items(path, "oos_test", _content(path).get("oos_test")).texts, None))

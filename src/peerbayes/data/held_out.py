@@ -1,0 +1,69 @@
+"""Which images or texts are kept back to choose by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.datasets.corpora import Texts
+from peerbayes.data.splits import held_out
+from peerbayes.errors import InputError
+
+
+class _Divisible(Protocol):
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Tensor) -> Self: ...
+
+
+Part = TypeVar("Part", bound=_Divisible)
+
+
+def divided(
+    name: str | Path, train: Part | None, own: Part | None, test: Part | None, validation: int | float
+) -> tuple[Part, Part | None, Part]:
+    """Return training, validation and test split."""
+    assert train is not None
+    items = "texts" if isinstance(train, Texts) else "images"
+    if test is None:
+        if len(train) < 2:
+            raise InputError(f"{name}: expected at least two {items} to hold out a test split, got {len(train)}")
+        assert train.labels is not None
+        kept, held = held_out(train.labels, max(1, len(train) // 5), "test")
+        # A class that has too few to be tested is learnt at least.
+        known = torch.isin(train.labels[held], train.labels[kept])
+        if not known.any():
+            raise InputError(f"{name}: expected a class with two {items} at least, to hold out a test split")
+        kept = torch.cat([kept, held[~known]]).sort().values
+        train, test = train.select(kept), train.select(held[known])
+    count = _validation_count(name, validation, len(train), items)
+    if count and own is not None:
+        raise InputError(f"{name} has its own validation split of {len(own)} {items}: leave validation at 0")
+    if count:
+        assert train.labels is not None
+        kept, held = _validation_split(train.labels, count)
+        train, own = train.select(kept), train.select(held)
+    return train, own, test
+
+
+def _validation_split(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    runs = 1 + int((labels[1:] != labels[:-1]).sum())
+    if runs == len(labels.unique()):
+        return held_out(labels, count, "validation")
+    index = torch.arange(len(labels))
+    return index[:-count], index[-count:]
+
+
+def _validation_count(name: str | Path, validation: int | float, total: int, items: str) -> int:
+    if isinstance(validation, float) and not 0 <= validation < 1:
+        raise InputError(f"validation as a fraction must be in [0, 1), got {validation}")
+    count = round(validation * total) if isinstance(validation, float) else int(validation)
+    if not 0 <= count < total:
+        raise InputError(f"validation must leave training {items}: got {validation}, {name} has {total}")
+    return count

@@ -1,0 +1,1 @@
+"""Images changed on their own device: augmentation, perturbation, corruption."""

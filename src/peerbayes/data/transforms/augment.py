@@ -1,0 +1,189 @@
+"""Augmentation of a whole batch on its own device, addressed so that it can be replayed.
+
+Every function maps images (B, C, H, W) and an address to images of the same dtype. The numbers of image ``i``
+depend on the address and on ``first + i`` only, not on the size of the batch, so that ``first`` makes part of a
+batch what it would be within the whole. Nothing here reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peerbayes.errors import InputError, nearest
+from peerbayes.math import noise
+from peerbayes.math.noise import Address
+
+_TRIES = 10  # candidates of one random resized crop, before it falls back to the whole image
+
+
+def _padding(images: Tensor) -> int:
+    side = min(images.shape[-2:])
+    return 4 if side >= 28 else max(1, side // 8)
+
+
+def _shifted(images: Tensor, address: Address, padding: int, first: int, reflect: bool) -> Tensor:
+    count, channels, height, width = images.shape
+    device = images.device
+
+    def pixels(size: int, axis: str) -> Tensor:
+        offset = noise.integers(address.sub(axis), 2 * padding + 1, count, device, first)
+        return torch.arange(size, device=device) + offset[:, None] - padding
+
+    rows, columns = pixels(height, "rows"), pixels(width, "columns")
+    if reflect:
+        rows = (height - 1) - ((height - 1) - rows.abs()).abs()
+        columns = (width - 1) - ((width - 1) - columns.abs()).abs()
+    # Reading through indices needs no padded copy, and reflection padding is not defined for uint8.
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    flat = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
+    index = flat.reshape(count, 1, -1).expand(-1, channels, -1)
+    moved = images.flatten(2).gather(2, index).view(images.shape)
+    return moved if reflect else moved.masked_fill(~inside[:, None], 0)
+
+
+def crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
+    """Pad with zeros and cut a window of the original size at a uniform place; exact pixel moves.
+
+    Args:
+        images: (B, C, H, W), any dtype.
+        address: where the offsets come from.
+        padding: pixels on each side; by default 4 for images of at least 28 pixels, else size // 8 and at
+            least 1.
+        first: number of the first image.
+    """
+    return _shifted(images, address, _padding(images) if padding is None else padding, first, reflect=False)
+
+
+def reflect_crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
+    """Like :func:`crop`, padding with the mirrored image (the border pixel is not repeated)."""
+    padding = _padding(images) if padding is None else padding
+    if padding >= min(images.shape[-2:]):
+        raise InputError(f"augmentation 'reflect_crop': padding {padding} needs images larger than that, "
+                         f"got {tuple(images.shape[-2:])}")  # fmt: skip
+    return _shifted(images, address, padding, first, reflect=True)
+
+
+def flip(images: Tensor, address: Address, first: int = 0) -> Tensor:
+    """Mirror each image left to right with probability 1/2; exact pixel moves, any dtype."""
+    mirrored = noise.bits(address, images.shape[0], images.device, first) < 0
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+def _resampled(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    # Bilinear values at pixel coordinates (B, H', W'), zero outside; uint8 results are rounded.
+    height, width = images.shape[-2:]
+    grid = torch.stack([(2 * x + 1) / width - 1, (2 * y + 1) / height - 1], dim=-1)
+    result = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    return result.to(images.dtype) if images.is_floating_point() else result.round_().to(images.dtype)
+
+
+def rotate(images: Tensor, address: Address, degrees: float = 15.0, first: int = 0) -> Tensor:
+    """Rotate each image about its centre by an angle uniform on ±degrees; bilinear, zeros outside.
+
+    Args:
+        images: (B, C, H, W); computed in float32 and returned in the dtype given (uint8 is rounded).
+        address: where the angles come from.
+        degrees: the largest angle.
+        first: number of the first image.
+    """
+    count, _, height, width = images.shape
+    device = images.device
+    angle = (noise.uniform(address, count, device, first) * 2 - 1) * math.radians(degrees)
+    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    x = torch.arange(width, device=device, dtype=torch.float32) - (width - 1) / 2
+    y = (torch.arange(height, device=device, dtype=torch.float32) - (height - 1) / 2)[:, None]
+    return _resampled(images, cos * x - sin * y + (width - 1) / 2, sin * x + cos * y + (height - 1) / 2)
+
+
+def _boxes(
+    address: Address,
+    first: int,
+    count: int,
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return top, left, height, width (B,) of random boxes in whole pixels, as float32.
+
+    Area / (H W) is uniform on ``scale`` and log(w / h) uniform on ``log(ratio)``, given that the box fits;
+    the first of ten candidates that fits is taken, and the whole image where none does.
+    """
+    area = noise.uniform(address.sub("scale"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
+    shape = noise.uniform(address.sub("ratio"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
+    area = (scale[0] + (scale[1] - scale[0]) * area) * (height * width)
+    aspect = torch.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * shape)
+    tall, wide = torch.sqrt(area / aspect).round_().clamp_min_(1), torch.sqrt(area * aspect).round_().clamp_min_(1)
+    fits = (tall <= height) & (wide <= width)
+    earliest = fits.int().argmax(dim=1, keepdim=True)
+    some = fits.any(dim=1)
+    tall = torch.where(some, tall.gather(1, earliest).squeeze(1), height)
+    wide = torch.where(some, wide.gather(1, earliest).squeeze(1), width)
+    top = (noise.uniform(address.sub("rows"), count, device, first) * (height - tall + 1)).floor_()
+    left = (noise.uniform(address.sub("columns"), count, device, first) * (width - wide + 1)).floor_()
+    return torch.minimum(top, height - tall), torch.minimum(left, width - wide), tall, wide
+
+
+def resized_crop(
+    images: Tensor,
+    address: Address,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    size: int | None = None,
+    first: int = 0,
+) -> Tensor:
+    """Cut a box of random area, shape and place, and resize it bilinearly.
+
+    Args:
+        images: (B, C, H, W); computed in float32 and returned in the dtype given (uint8 is rounded).
+        address: where the boxes come from.
+        scale: smallest and largest area of the box, as a share of the image.
+        ratio: smallest and largest width / height of the box.
+        size: side of the result; by default that of the images. There is no low-pass filter, so choose it no
+            smaller than half the images' side.
+        first: number of the first image.
+    """
+    count, _, height, width = images.shape
+    device = images.device
+    boxes = _boxes(address, first, count, height, width, scale, ratio, device)
+    top, left, tall, wide = (box[:, None, None] for box in boxes)
+    rows, columns = (height, width) if size is None else (size, size)
+    y = (torch.arange(rows, device=device)[:, None] + 0.5) / rows * tall - 0.5
+    x = (torch.arange(columns, device=device) + 0.5) / columns * wide - 0.5
+    # Clamped to the box, so that no pixel from outside it is mixed in at the edges.
+    y = torch.minimum(y.clamp_min(0), tall - 1) + top
+    x = torch.minimum(x.clamp_min(0), wide - 1) + left
+    return _resampled(images, x.expand(-1, rows, -1), y.expand(-1, -1, columns))
+
+
+AUGMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "crop": crop,
+    "reflect_crop": reflect_crop,
+    "flip": flip,
+    "rotate": rotate,
+    "resized_crop": resized_crop,
+}
+
+
+def augment(images: Tensor, names: Sequence[str], address: Address, first: int = 0) -> Tensor:
+    """Apply the named augmentations in order, each with its own noise ``address.sub(name)``.
+
+    Args:
+        images: (B, C, H, W), uint8 or float; the dtype is kept.
+        names: any of ``AUGMENTATIONS``.
+        address: the step's address; the same address gives the same images.
+        first: number of the first image, where these are part of a batch.
+    """
+    for name in names:
+        if name not in AUGMENTATIONS:
+            raise InputError(f"unknown augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
+        if images.dim() != 4:
+            raise InputError(f"augmentation '{name}' is for images: leave augment empty for texts")
+        images = AUGMENTATIONS[name](images, address.sub(name), first=first)
+    return images

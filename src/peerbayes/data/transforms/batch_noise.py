@@ -1,0 +1,58 @@
+"""Noise of a batch of images: what image ``i`` gets depends on the address and on ``first + i`` only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peerbayes.math import noise
+from peerbayes.math.noise import Address
+
+_FEW = 16.0  # expected number up to which a Poisson number is counted out
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the noise of a batch comes from: ``count`` images, the first of which is number ``first`` of a data set."""
+
+    address: Address
+    first: int
+    count: int
+    device: torch.device
+
+    def uniform(self, stream: str, *shape: int) -> Tensor:
+        """Return numbers of this shape for each image, uniform on (0, 1)."""
+        size = math.prod(shape)
+        flat = noise.uniform(self.address.sub(stream), self.count * size, self.device, self.first * size)
+        return flat.view(self.count, *shape)
+
+    def normal(self, stream: str, *shape: int) -> Tensor:
+        """Return numbers of this shape for each image, standard normal."""
+        return to_normal(self.uniform(stream, *shape))
+
+
+def to_normal(uniform: Tensor) -> Tensor:
+    """Return standard normal numbers from uniform ones by the inverse distribution function.
+
+    `noise.normal` pairs its elements over the whole batch: what an image gets would depend on the others.
+    """
+    return torch.erfinv(2 * uniform - 1) * math.sqrt(2)
+
+
+def poisson(rate: Tensor, uniform: Tensor) -> Tensor:
+    """Return Poisson numbers from uniform ones by the inverse distribution function; above 16, by its expansion."""
+    few = rate.clamp_max(_FEW)
+    term = torch.exp(-few)
+    below, number = term.clone(), torch.zeros_like(few)
+    for k in range(1, 3 * int(_FEW)):
+        number += uniform > below
+        term *= few / k
+        below += term
+    # Giles (2016): the expansion of the smooth function that meets the distribution function at its steps.
+    many = rate.clamp_min(_FEW)
+    z = to_normal(uniform)
+    smooth = many + many.sqrt() * z + 1 / 3 + z.square() / 6 - (z / 36 + z**3 / 72) * many.rsqrt()
+    return torch.where(rate <= _FEW, number, smooth.floor().clamp_min(0))

@@ -1,0 +1,105 @@
+"""The functions that a step is made of, each of which is compiled by itself, and the clock that they go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.transforms.augment import augment
+from peerbayes.data.transforms.scaling import to_unit
+from peerbayes.engine.stages import StageState
+from peerbayes.engine.teachers import run_plain
+from peerbayes.math import noise
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.base import Posterior
+from peerbayes.terms.definition import Term
+from peerbayes.terms.step import Batch
+
+
+@dataclass
+class Clock:
+    """When a step happens: host numbers, or tensors on the device for a captured step.
+
+    Attributes:
+        step: steps since the run began; the number of the step's addresses.
+        place: batches since the epoch began.
+        epoch: epochs since the stage began, with fraction.
+    """
+
+    step: int | Tensor
+    place: int | Tensor
+    epoch: float | Tensor
+
+
+def prepare_images(
+    images: Tensor, names: Sequence[str], seed: int, owner: str, number: int | Tensor, first: int
+) -> Tensor:
+    """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on."""
+    return to_unit(augment(images, names, Address(seed, owner, "augment", number), first))
+
+
+def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `run_peer` needs of one draw, whose noise starts at ``begin``; see `Posterior.training_weights`."""
+    eps = noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None
+    return posterior.training_weights(eps)
+
+
+def run_peer(
+    posterior: Posterior,
+    images: Tensor,
+    flat: Tensor,
+    extra: Tensor | None,
+    layers: Sequence[str],
+    autocast: torch.dtype | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return logits and features of a network with these weights."""
+    with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
+        logits, features = posterior.training_pass(images, flat, extra, layers)
+    return logits.float(), [feature.float() for feature in features]
+
+
+def term_value(term: Term, options: Mapping[str, Any], batch: Batch, peer: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a term's value for a peer, and what it notes beside it."""
+    notes: dict[tuple[str, str], Tensor] = {}
+    value = term.value(replace(batch, notes=notes), peer, options)
+    return value, {name: note for (_, name), note in notes.items()}
+
+
+def total_and_figures(
+    values: Sequence[Tensor], notes: Sequence[Tensor], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a peer's terms, and in one tensor, float32: the terms, the notes, and the accuracy."""
+    hits = logits.detach().argmax(-1) == labels.repeat(len(logits) // len(labels))
+    figures = [*(value.detach() for value in values), *notes, hits.float().mean()]
+    return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
+
+
+def figure_names(state: StageState, batch: Batch, peers: Iterable[str]) -> list[str]:
+    """Return ``peer|kind|name`` of everything that an epoch averages, in the order of a step's figures."""
+    keys = []
+    for peer in peers:
+        found = state.of_terms(term_value, batch, peer)
+        keys += [f"{peer}|terms|{term.name}" for term, _ in state.terms]
+        keys += [f"{peer}|notes|{note}" for _, notes in found for note in notes]
+        keys.append(f"{peer}|train|accuracy")
+    return keys
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions that a step is made of, as they are or compiled.
+
+    Each is compiled by itself and once, whoever calls it: peers of one network share its forward pass, and cohorts and
+    stages with a term in common share the term.
+    """
+
+    prepare_images: Callable[..., Tensor] = prepare_images
+    place_peer: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = place_peer
+    run_peer: Callable[..., tuple[Tensor, list[Tensor]]] = run_peer
+    run_plain: Callable[..., Tensor] = run_plain
+    term_value: Callable[..., tuple[Tensor, dict[str, Tensor]]] = term_value
+    total_and_figures: Callable[..., tuple[Tensor, Tensor]] = total_and_figures

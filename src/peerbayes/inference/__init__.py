@@ -1,0 +1,1 @@
+"""Many draws into one prediction."""

@@ -1,0 +1,327 @@
+"""Many draws, one prediction, in memory that does not grow with the number of draws."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.splits import Split
+from peerbayes.errors import InputError, PeerbayesWarning, reason
+from peerbayes.inference.early_stopping import Referee
+from peerbayes.inference.folding import Folded
+from peerbayes.inference.progress import watcher_now
+from peerbayes.kernels.launch import tried_kernels
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.network_state import evaluating
+from peerbayes.posteriors.prepare import prepared
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.base import Posterior, Weights
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The average prediction of many draws.
+
+    Attributes:
+        log_probabilities: log p̄, with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits. (N, C).
+        expected_entropy: (1/S) Σ_s H[p_s] in nats. (N,).
+        draws: how many draws each image got. (N,), int64.
+        address: where the draws live; draw s is at ``address.at(s)``.
+    """
+
+    log_probabilities: Tensor
+    expected_entropy: Tensor
+    draws: Tensor
+    address: Address
+    _posterior: Posterior | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """p̄, shape (N, C)."""
+        return self.log_probabilities.exp()
+
+    @property
+    def classes(self) -> Tensor:
+        """The most probable class, shape (N,)."""
+        return self.log_probabilities.argmax(-1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """H[p̄] in nats, shape (N,)."""
+        return entropy_of(self.log_probabilities)
+
+    @property
+    def disagreement(self) -> Tensor:
+        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0."""
+        return (self.entropy - self.expected_entropy).clamp_min(0)
+
+    def replay(self, draw: int) -> Weights:
+        """Return the weights of one of the draws, again, exactly."""
+        if not (isinstance(draw, SupportsIndex) and 0 <= operator.index(draw) < int(self.draws.max())):
+            raise InputError(
+                f"there is no draw {draw}: the prediction was made of draws 0 to {int(self.draws.max()) - 1}"
+            )
+        if self._posterior is None:
+            raise InputError(
+                "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
+            )
+        with torch.no_grad():  # as in the prediction: a draw to be trained may round otherwise
+            return self._posterior.draw(self.address.at(draw))
+
+
+# Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.
+# Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
+# 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
+TOGETHER = {"cpu": 16_384, "cuda": 500_000}
+BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
+MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
+TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
+IMAGES = 1 << 28  # bytes of images that a split is predicted in
+
+
+@torch.no_grad()
+def predict(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int = 50,
+    *,
+    seed: int | None = None,
+    name: str | None = None,
+    batch_size: int | None = None,
+    settle: float | None = None,
+    precision: Precision = "auto",
+) -> Prediction:
+    """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
+
+    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``. Draws are run
+    one after another, or, for few small images, all at once.
+
+    Args:
+        posterior: any posterior; a point needs one pass.
+        images: (N, ...) on any device, uint8 or in [0, 1].
+        draws: S, or the most draws an image may get when ``settle`` is given.
+        seed: with ``name``, the address of the draws; the posterior's own by default.
+        name: whose draws they are (a peer's name); the posterior's own by default.
+        batch_size: images a forward pass; by default 512 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved where
+            a GPU's memory is too small.
+        settle: stop drawing for an image once its predicted class is settled at this error level: the chance
+            that the class of infinitely many draws is another is at most ``settle``, however often one looks.
+        precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
+    """
+    for option, number in (("draws", draws), ("batch_size", batch_size)):
+        if number is not None and not (isinstance(number, SupportsIndex) and operator.index(number) >= 1):
+            raise InputError(f"{option} is {number!r}, expected a whole number of at least 1")
+    _check_images(posterior, images)
+    if settle is not None and not 0 < settle < 1:
+        raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
+    if precision not in PRECISIONS and precision != "auto":
+        raise InputError(f"precision is '{precision}', expected auto, {', '.join(PRECISIONS)}")
+    address = Address(posterior.seed if seed is None else seed, posterior.name if name is None else name, "draw")
+    kind = posterior.device.type
+    if kind == "cpu":
+        _keep_heap()
+    half = PRECISIONS["float16" if kind == "cuda" else "float32"] if precision == "auto" else PRECISIONS[precision]
+    draws = draws if posterior.stochastic else 1
+    size = batch_size or max(1, BATCH.get(kind, BATCH["cpu"]) // _numbers(images[:1]))
+    many = kind == "cuda" and len(images) * draws >= TRY_KERNELS
+    with evaluating(posterior):
+        while True:
+            watcher_now.get().begin(len(images) * draws)
+            try:
+                with tried_kernels(many):
+                    found = _average(posterior, images, draws, address, size, settle, half)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size = max(1, min(size, len(images)) // 2)
+                continue
+            except Exception as error:  # a user's network may raise anything
+                shape, learnt = tuple(images.shape[1:]), posterior.input_shape
+                if learnt in (None, shape):
+                    raise
+                known = f"it has learnt those of shape {learnt}"
+                raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
+            if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
+                return found
+            half = None
+
+
+def _check_images(posterior: Posterior, images: Any) -> None:
+    if not isinstance(images, Tensor):
+        hint = " (run.vocabulary.encode makes one of texts)" if isinstance(images, str | list | tuple) else ""
+        raise InputError(f"images are of type {type(images).__name__}, expected a tensor{hint}")
+    learnt = posterior.input_shape
+    if learnt is not None and images.dim() != 1 + len(learnt):
+        expected = f"(N, {', '.join(map(str, learnt))})"
+        raise InputError(
+            f"images have shape {tuple(images.shape)}, expected {expected}, as the network has learnt them"
+        )
+    if images.dim() == 4 and not images.is_floating_point() and images.dtype != torch.uint8:
+        raise InputError(f"images are of type {images.dtype}, expected uint8, or floats in [0, 1]")
+    if learnt is not None and len(learnt) == 1 and images.is_floating_point():
+        raise InputError(f"texts are of type {images.dtype}, expected token numbers (run.vocabulary.encode makes them)")
+    if images.dim() == 0 or len(images) == 0:
+        raise InputError("there are no images to predict")
+    if images.dim() == 4 and images.is_floating_point() and images.device.type == "cpu":  # a GPU would have to wait
+        low, high = (float(end) for end in images.aminmax())
+        if math.isnan(low):
+            raise InputError("images hold values that are not a number (NaN), expected uint8 or [0, 1]")
+        if low < 0 or high > 1:
+            warnings.warn(
+                f"images have values from {low:.4g} to {high:.4g}, expected uint8 or [0, 1], as in training",
+                PeerbayesWarning,
+                stacklevel=5,
+            )
+
+
+def predict_split(
+    posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Predict a whole split in chunks that fit in memory.
+
+    Returns:
+        log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    first, _ = split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+    for index in torch.arange(len(split)).split(max(1, IMAGES // first.nbytes)):
+        images, labels = split.batch(index, posterior.device)
+        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
+        parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
+    log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
+    return log_p, labels, disagreement, spent
+
+
+def _average(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int,
+    address: Address,
+    batch_size: int,
+    settle: float | None,
+    half: torch.dtype | None,
+) -> Prediction:
+    if settle is not None:
+        return _settle(posterior, images, draws, address, batch_size, settle, half)
+    device = posterior.device
+    total, entropy = torch.empty(0, device=device), torch.zeros(len(images), device=device)
+    for log_p in _passes(posterior, images, draws, address, batch_size, half):
+        one = log_p.logsumexp(0) if len(log_p) > 1 else log_p[0]
+        total = torch.logaddexp(total, one) if total.numel() else one
+        entropy += entropy_of(log_p).sum(0)
+    count = torch.full((len(images),), draws, device=device)
+    return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
+
+
+def _passes(
+    posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, half: torch.dtype | None
+) -> Iterator[Tensor]:
+    """Yield log-probabilities (S', N, C) of one draw after another, or of many at once."""
+    device, first = posterior.device, 0
+    together = _draws_at_once(posterior, images, draws)
+    if together > 1:
+        network, whole = Folded(posterior), images.to(device)
+        for numbers in torch.arange(draws).split(together):
+            flats = torch.stack([posterior.draw(address.at(number)).flat for number in numbers.tolist()])
+            try:
+                with torch.autocast(device.type, half, enabled=half is not None), warnings.catch_warnings():
+                    warnings.filterwarnings("error", "There is a performance drop", UserWarning)
+                    logits = torch.vmap(functools.partial(network, whole))(flats)
+            except (RuntimeError, NotImplementedError, UserWarning):
+                break  # a network that can't be vectorised, or memory that is too small for it
+            yield logits.float().log_softmax(-1)
+            first += len(numbers)
+            watcher_now.get().advance(len(numbers) * len(images))
+    network, batches = Folded(posterior, half), list(images.split(batch_size))
+    if draws - first > 1 and 4 * images.numel() <= MEMORY:
+        batches = [prepared(part.to(device)) for part in batches]  # once for all draws
+    for number in range(first, draws):
+        flat = posterior.draw(address.at(number)).flat
+        yield torch.cat([_pass(network, part.to(device), flat) for part in batches])[None]
+
+
+def _pass(network: Folded, images: Tensor, flat: Tensor) -> Tensor:
+    found: Tensor = network(images, flat).float().log_softmax(-1)
+    watcher_now.get().advance(len(images))
+    return found
+
+
+def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:
+    limit, numbers = TOGETHER.get(posterior.device.type, 0), _numbers(images)
+    if numbers > limit:
+        return 1
+    bytes_a_draw = 4 * (2 * posterior.layout.size + 64 * numbers)  # weights and activations
+    return min(draws, max(1, MEMORY // bytes_a_draw))
+
+
+def _numbers(images: Tensor) -> int:
+    # A token becomes a vector as soon as it is in the network.
+    tokens = not images.is_floating_point() and images.dtype != torch.uint8
+    return images.numel() * (64 if tokens else 1)
+
+
+def _settle(
+    posterior: Posterior,
+    images: Tensor,
+    draws: int,
+    address: Address,
+    batch_size: int,
+    settle: float,
+    half: torch.dtype | None,
+) -> Prediction:
+    device = posterior.device
+    network = Folded(posterior, half)
+    active = torch.arange(len(images))
+    spent = torch.zeros(len(images), dtype=torch.int64)
+    total: Tensor | None = None
+    referee: Referee | None = None
+    entropy = torch.zeros(len(images), device=device)
+    for number in range(draws):
+        flat = posterior.draw(address.at(number)).flat
+        parts = active.split(batch_size)
+        log_p = torch.cat([_pass(network, images[part.to(images.device)].to(device), flat) for part in parts])
+        here = active.to(device)
+        if total is None or referee is None:
+            total = torch.full((len(images), log_p.shape[1]), -math.inf, device=device)
+            referee = Referee(log_p, settle)
+        total[here] = torch.logaddexp(total[here], log_p)
+        entropy[here] += entropy_of(log_p)
+        spent[active] += 1
+        settled = referee.settled(here, log_p.exp(), total[here])
+        if (number + 1) % posterior.members == 0:  # these come in order: some of them are no sample of all
+            active = active[~settled.cpu()]
+        if len(active) == 0:
+            break
+    assert total is not None
+    count = spent.to(device)
+    return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
+
+
+@functools.cache
+def _keep_heap() -> None:
+    # glibc returns the top of its heap to the system whenever a pass frees its activations, and the next pass faults it
+    # in again page by page: a fifth of the time of a prediction. Freeing one large block, which is never touched,
+    # raises its threshold for that from a few MiB to 62 MiB, once a process; other C libraries take no notice.
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    """Return −Σ_c p_c log p_c in nats (...), of log-probabilities (..., C)."""
+    entropy: Tensor = torch.special.entr(log_p.exp()).sum(-1)
+    return entropy

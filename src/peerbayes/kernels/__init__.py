@@ -1,0 +1,1 @@
+"""GPU kernels: fused convolutions, and draws of shared weights in one pass."""

@@ -1,0 +1,1 @@
+"""Pure functions of tensors: divergences, distributions, a quadratic programme, addressable noise."""

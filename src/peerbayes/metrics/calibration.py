@@ -1,0 +1,210 @@
+"""Whether confidence means what it says: reliability, calibration errors and temperature scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import scipy  # whose parts are loaded when they are used
+import torch
+from torch import Tensor
+
+from peerbayes.errors import InputError
+from peerbayes.metrics._checks import (
+    checked_bins,
+    checked_labels,
+    checked_log_probabilities,
+    checked_probabilities,
+    sorted_with_shared_ties,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """A reliability diagram: what happened in each bin of confidence, on the CPU.
+
+    Args:
+        count: images in the bin, ``(L,)``, int64.
+        accuracy: share of them that are right, ``(L,)``, float64; NaN where the bin is empty.
+        confidence: mean of their ``max_c p_c``, ``(L,)``, float64; NaN where the bin is empty.
+    """
+
+    count: Tensor
+    accuracy: Tensor
+    confidence: Tensor
+
+    @property
+    def error(self) -> float:
+        """The calibration error ``Σ_l |B_l| / N · |accuracy_l − confidence_l|``."""
+        gap = (self.accuracy - self.confidence).abs()
+        return float((self.count * gap).nansum() / self.count.sum())
+
+
+def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
+    """Sort images by confidence ``max_c p_c`` into L bins of equal width, ``((l − 1) / L, l / L]``.
+
+    Confidence 0 belongs to the first bin and 1 to the last. The edges are ``l / L`` rounded to the type of
+    the probabilities, so that 0.2 closes the first of five bins in float32 as well, although the float32
+    number nearest to 0.2 is a little larger.
+
+    Args:
+        probabilities: ``(N, C)``.
+        labels: ``(N,)``, integers.
+        bins: the number L of bins.
+    """
+    confidence, correct = _confidence(probabilities, labels)
+    index = _equal_width_bin(confidence, checked_bins(bins), probabilities.dtype)
+    return _per_bin(confidence, correct, index, bins)
+
+
+def ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Return the expected calibration error ``Σ_l |B_l| / N · |accuracy_l − confidence_l|`` as a fraction.
+
+    The bins have equal width; see :func:`reliability`.
+
+    Args:
+        probabilities: ``(N, C)``.
+        labels: ``(N,)``, integers.
+        bins: the number L of bins.
+    """
+    return reliability(probabilities, labels, bins).error
+
+
+def adaptive_ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """Return the calibration error over L bins of equal mass: the image of rank r is in bin ``⌊r L / N⌋``.
+
+    Ranks start at 0 and go by ascending confidence. Images of equal confidence share their mean correctness,
+    so that the order of the images is irrelevant even where an edge cuts through a tie.
+
+    Args:
+        probabilities: ``(N, C)``.
+        labels: ``(N,)``, integers.
+        bins: the number L of bins.
+    """
+    confidence, correct = sorted_with_shared_ties(*_confidence(probabilities, labels))
+    count = len(confidence)
+    index = torch.arange(count) * checked_bins(bins) // count
+    return _per_bin(confidence, correct, index, bins).error
+
+
+@dataclass(frozen=True, eq=False)
+class ClassConfidence:
+    """How sure predictions are, by true class, on the CPU; NaN where there is no image of a class.
+
+    Args:
+        count: images, ``(C,)``, int64.
+        accuracy: share of them that are right, ``(C,)``, float64.
+        mean: of their ``max_c p_c``, ``(C,)``, float64.
+        quantiles: of their ``max_c p_c``, one column a level, ``(C, Q)``, float64.
+    """
+
+    count: Tensor
+    accuracy: Tensor
+    mean: Tensor
+    quantiles: Tensor
+
+
+def confidence_by_class(probabilities: Tensor, labels: Tensor, levels: Sequence[float]) -> ClassConfidence:
+    """Sort images by their true class; return accuracy, and mean and quantiles of the confidence ``max_c p_c``.
+
+    Args:
+        probabilities: ``(N, C)``.
+        labels: ``(N,)``, integers.
+        levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+    """
+    confidence, correct = _confidence(probabilities, labels)
+    classes, labels = probabilities.shape[1], labels.cpu().long()
+    by_class = _per_bin(confidence, correct, labels, classes)
+    quantiles = torch.full((classes, len(levels)), math.nan, dtype=torch.float64)
+    for number in labels.unique().tolist():
+        quantiles[number] = _quantiles(confidence[labels == number], levels)
+    return ClassConfidence(by_class.count, by_class.accuracy, by_class.confidence, quantiles)
+
+
+def confidence_overall(probabilities: Tensor, levels: Sequence[float]) -> tuple[float, Tensor]:
+    """Return mean and quantiles ``(Q,)`` of the confidence ``max_c p_c`` of images, whatever their classes.
+
+    Args:
+        probabilities: ``(N, C)``.
+        levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+    """
+    confidence = checked_probabilities(probabilities).amax(-1).cpu()
+    return float(confidence.mean()), _quantiles(confidence, levels)
+
+
+def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
+    return torch.quantile(values, torch.tensor(levels, dtype=values.dtype))
+
+
+def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[float, float] = (0.01, 100.0)) -> float:
+    """Return the temperature τ that minimises the mean NLL of ``softmax(log p / τ)``.
+
+    The NLL is convex in ``1 / τ``, so a bracketed search on ``log τ`` for the root of its slope is safe.
+    Where the NLL falls all the way to an end of the bounds, that end is returned: the lower one where every
+    label is the maximum of its row. Where no τ changes the NLL (uniform rows), the result is 1.
+
+    Args:
+        log_probabilities: ``(N, C)``, of a validation set: the log of the averaged probabilities of several
+            draws, or the logits of a single network.
+        labels: ``(N,)``, integers.
+        bounds: the lowest and highest τ.
+    """
+    lowest, highest = bounds
+    if not 0 < lowest < highest < math.inf:
+        raise InputError(f"bounds: got {bounds}; expected 0 < lowest < highest")
+    log_p = checked_log_probabilities(log_probabilities, normalised=False)
+    labels = checked_labels(labels, log_p)
+    lead = log_p - log_p.gather(1, labels[:, None])
+    if bool(lead.isnan().any()) or bool(lead.isposinf().any()):
+        raise InputError("log_probabilities: a label has −inf; expected a finite value, or no temperature helps")
+    finite_lead = lead.masked_fill(lead.isneginf(), 0.0)
+
+    def slope(log_temperature: float) -> float:
+        # d NLL / d(1/τ) = mean_n E_τ[log p_c − log p_y], which falls as τ rises.
+        weight = (lead * math.exp(-log_temperature)).softmax(-1)
+        return float((weight * finite_lead).sum(-1).mean())
+
+    cold, hot = slope(math.log(lowest)), slope(math.log(highest))
+    if cold == hot == 0:
+        return 1.0
+    if cold <= 0:
+        return lowest
+    if hot >= 0:
+        return highest
+    return math.exp(scipy.optimize.brentq(slope, math.log(lowest), math.log(highest), xtol=1e-10))
+
+
+def temper(log_probabilities: Tensor, temperature: float) -> Tensor:
+    """Return ``log softmax(log p / τ)`` over the last dimension, in the shape and type of the input.
+
+    Args:
+        log_probabilities: ``(..., C)``; logits give the same result.
+        temperature: τ > 0.
+    """
+    if not 0 < temperature < math.inf:
+        raise InputError(f"temperature: got {temperature}; expected a positive number")
+    return (log_probabilities / temperature).log_softmax(-1)
+
+
+def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    values = checked_probabilities(probabilities)
+    labels = checked_labels(labels, values)
+    confidence, predicted = values.max(-1)
+    # Two numbers an image: binning them on the CPU is cheap and gives the same sums for every device.
+    return confidence.cpu(), (predicted == labels).double().cpu()
+
+
+def _equal_width_bin(confidence: Tensor, bins: int, dtype: torch.dtype) -> Tensor:
+    # Only inner edges: whatever lies beyond them, 0 and 1 included, falls into the outer bins.
+    edges = torch.tensor([l / bins for l in range(1, bins)], dtype=torch.float64)
+    return torch.bucketize(confidence, edges.to(dtype).double())
+
+
+def _per_bin(confidence: Tensor, correct: Tensor, index: Tensor, bins: int) -> Reliability:
+    count = torch.bincount(index, minlength=bins)
+    return Reliability(
+        count=count,
+        accuracy=torch.bincount(index, weights=correct, minlength=bins) / count,
+        confidence=torch.bincount(index, weights=confidence, minlength=bins) / count,
+    )

@@ -1,0 +1,161 @@
+"""How flat the loss is around trained weights, along random directions that do not see the scale of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peerbayes.data.splits import Split
+from peerbayes.errors import InputError
+from peerbayes.math.noise import Address, normal
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.network_state import evaluating
+
+
+def directions(tensors: Mapping[str, Tensor], address: Address) -> dict[str, Tensor]:
+    """Return one filter-normalised random direction (Li et al., 2018), in the shapes of ``tensors``.
+
+    For each output filter f of a tensor with two axes or more, ``d_f = ε_f ‖w_f‖ / ‖ε_f‖`` with standard normal ε.
+    Vectors (biases, scales and shifts of batch-norm) get 0. The noise of a tensor depends on its name and the address
+    alone.
+
+    Args:
+        tensors: weights by name; the first axis of a matrix or of a larger tensor is its output filters.
+        address: where the noise belongs.
+    """
+    return {name: _direction(tensor.detach(), address.sub(name)) for name, tensor in tensors.items()}
+
+
+def _direction(tensor: Tensor, address: Address) -> Tensor:
+    if tensor.dim() < 2:
+        return torch.zeros_like(tensor)
+    noise = normal(address, tensor.numel(), tensor.device).view(len(tensor), -1)
+    scale = tensor.flatten(1).norm(dim=1) / noise.norm(dim=1)
+    # In the memory format of the weights, so that their sum has it too.
+    return torch.empty_like(tensor).copy_((noise * scale[:, None]).view(tensor.shape))
+
+
+@torch.no_grad()
+def loss_along(
+    posterior: Posterior,
+    data: Split | tuple[Tensor, Tensor],
+    distances: Sequence[float],
+    count: int,
+    address: Address,
+    *,
+    batch_size: int = 256,
+) -> Tensor:
+    """Return the mean cross-entropy at ``w + t d`` around the mean weights w, for distances t and directions d.
+
+    The posterior is not changed. Networks run in evaluation mode, batch-norm with its running statistics. Direction
+    number i is that of ``address.at(i)``, so posteriors over one architecture may share their noise.
+
+    Args:
+        posterior: any posterior; at t = 0 the loss is that of its mean weights.
+        data: a split with labels, or images ``(N, ...)`` and labels ``(N,)``; kept in the posterior's memory.
+        distances: values of t; 1 moves every filter by its own length.
+        count: directions.
+        address: where the directions' noise belongs; its number is not used.
+        batch_size: images at a time.
+
+    Returns:
+        Nats per image, float64 ``(count, len(distances))``, on the CPU.
+    """
+    if count < 1 or not distances:
+        raise InputError(f"count, distances: got {count} and {len(distances)} of them; expected at least one of each")
+    parts = _batches(posterior, data, batch_size)
+    weights = posterior.layout.views(posterior.mean) | posterior.rest_layout.views(posterior.rest)
+    with evaluating(posterior):
+        found = torch.empty(count, len(distances), dtype=torch.float64)
+        for number in range(count):
+            way = directions(weights, address.at(number))
+            for place, distance in enumerate(distances):
+                moved = {name: weight.add(way[name], alpha=distance) for name, weight in weights.items()}
+                moved |= {alias: moved[name] for alias, name in posterior.aliases.items()}
+                found[number, place] = _loss(posterior, moved, parts)
+        return found
+
+
+def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
+    if isinstance(data, tuple):
+        images, labels = (tensor.to(posterior.device) for tensor in data)
+        if len(images) == len(labels) > 0:
+            return list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
+    elif len(data) > 0 and data.labels is not None:
+        return [data.batch(index, posterior.device) for index in torch.arange(len(data)).split(batch_size)]
+    raise InputError("data: expected at least one image, and a label for each")
+
+
+def _loss(posterior: Posterior, tensors: dict[str, Tensor], parts: Sequence[tuple[Tensor, Tensor]]) -> float:
+    total, images = 0.0, 0
+    for inputs, labels in parts:
+        logits = posterior.run_network(inputs, tensors).double()
+        total += float(F.cross_entropy(logits, labels, reduction="sum"))
+        images += len(labels)
+    return total / images
+
+
+def sharpness(losses: Tensor, distances: Sequence[float], at: float) -> float:
+    """Return how far the loss rises at distance ``at``: the mean over directions of ``½ (L(at) + L(−at)) − L(0)``.
+
+    Args:
+        losses: ``(directions, distances)``, from :func:`loss_along`.
+        distances: those that ``losses`` was computed at; 0, ``at`` and ``−at`` must be among them.
+        at: a distance above 0.
+    """
+    for needed in (0.0, at, -at):
+        if needed not in distances:
+            raise InputError(f"distances: {needed:g} is not among them; expected 0, {at:g} and {-at:g}")
+    mean: dict[float, float] = dict(zip(distances, losses.mean(0).tolist(), strict=True))
+    return (mean[at] + mean[-at]) / 2 - mean[0.0]
+
+
+@torch.no_grad()
+def loss_between(
+    posterior: Posterior,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    data: Split | tuple[Tensor, Tensor],
+    points: Sequence[float],
+    *,
+    batch_size: int = 256,
+) -> Tensor:
+    """Return the mean cross-entropy at ``(1 − t) first + t second``, in evaluation mode.
+
+    Args:
+        posterior: over the network; it is not changed.
+        first: tensors of the network by name: all parameters, and buffers that are not the posterior's own.
+        second: tensors of the same names and shapes.
+        data: a split with labels, or images ``(N, ...)`` and labels ``(N,)``.
+        points: values of t.
+        batch_size: images at a time.
+
+    Returns:
+        Nats per image, float64 ``(len(points),)``, on the CPU.
+    """
+    for name in {*first, *second}:
+        if name not in first or name not in second or first[name].shape != second[name].shape:
+            raise InputError(f"first, second: tensor '{name}' is not in both, or of another shape in one")
+    parts = _batches(posterior, data, batch_size)
+    with evaluating(posterior):
+        found = []
+        for point in points:
+            mixed = {n: torch.lerp(a, second[n], point) if a.is_floating_point() else a for n, a in first.items()}
+            found.append(_loss(posterior, mixed, parts))
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def barrier(losses: Tensor, points: Sequence[float]) -> float:
+    """Return how far the loss rises above the straight line between its ends: max_t L(t) − ((1 − t) L(0) + t L(1)).
+
+    Args:
+        losses: ``(points,)``, from :func:`loss_between`; its first and last points are the ends 0 and 1.
+        points: the values of t.
+    """
+    if len(points) != len(losses) or points[0] != 0 or points[-1] != 1:
+        raise InputError(f"points: expected {len(losses)} from 0 to 1, got {list(points)}")
+    t = torch.tensor(points, dtype=losses.dtype)
+    return float((losses - torch.lerp(losses[0], losses[-1], t)).max())

@@ -1,0 +1,95 @@
+"""All figures that `peerbayes figure` draws, by name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from peerbayes.errors import InputError, nearest
+from peerbayes.importing import trusting
+from peerbayes.papers import pipeline
+from peerbayes.papers.latentbe import distillation_figures, entropy
+from peerbayes.papers.renyi import alphas, curves
+from peerbayes.papers.weight_sharing import against_bytes, confidence
+from peerbayes.posteriors import storage
+from peerbayes.reports import weights
+from peerbayes.reports.records import Record
+
+ENDINGS = (".png", ".pdf", ".svg")
+MEASURED = ("flatness", "line", "perturbations", "confidence", "entropy", "bytes", "pipeline")
+BY_PEER = ("curves", "gap", "entropy")  # what may be drawn of each peer
+Compute = Callable[..., Record]
+NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
+    "divergence": (alphas.divergence, curves.divergence),
+    "best-alpha": (alphas.best_alpha, curves.best_alpha),
+    "curves": (alphas.curves, curves.curves),
+    "gap": (alphas.gap, curves.gap),
+    "spread": (alphas.spread, curves.spread),
+    "grid": (alphas.grid, curves.grid),
+    "flatness": (alphas.flatness, curves.flatness),
+    "line": (distillation_figures.line, distillation_figures.draw_line),
+    "diversity": (distillation_figures.diversity, distillation_figures.draw_diversity),
+    "perturbations": (distillation_figures.perturbations, distillation_figures.draw_perturbations),
+    "posterior": (weights.posterior, weights.draw_posterior),
+    "bytes": (against_bytes.size, against_bytes.draw_size),
+    "confidence": (confidence.confidence, confidence.draw_confidence),
+    "entropy": (entropy.entropy, entropy.draw_entropy),
+    "pipeline": (pipeline.pipeline, pipeline.draw_pipeline),
+}
+
+
+def write_figure(
+    name: str,
+    runs: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    *,
+    by_peer: bool = False,
+    layer: str | None = None,
+    ood: Sequence[str] = (),
+    device: str = "auto",
+    root: str | Path | None = None,
+    trust: bool = False,
+) -> tuple[Path, Record]:
+    """Draw a figure of some runs into a file, and return its path and the numbers behind it.
+
+    Args:
+        name: one of `NAMES`.
+        runs: run folders, or folders of runs.
+        out: a file that ends in ``.png``, ``.pdf`` or ``.svg``; by default the name with ``.png``.
+        by_peer: each peer, not the average over peers, or all as one; for `BY_PEER`.
+        layer: of whose weights alone, such as ``"layer1.0.conv1.weight"``; for ``posterior``.
+        ood: data sets from elsewhere, by default those of the recipes; for ``entropy``.
+        device: where those that run networks are measured: `MEASURED`.
+        root: data root.
+        trust: allow what the recipes of runs name as ``package.module:name``.
+    """
+    if name not in NAMES:
+        raise InputError(f"there is no figure '{name}'{nearest(name, NAMES)}")
+    path = Path(out if out is not None else f"{name}.png")
+    if path.suffix.lower() not in ENDINGS:
+        raise InputError(f"{path}: expected a file that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if bool(runs) != (name != "divergence"):
+        raise InputError("figure divergence: takes no runs" if runs else f"figure {name}: give run folders, or folders "
+                         "of runs")  # fmt: skip
+    if by_peer and name not in BY_PEER:
+        raise InputError(f"figure {name}: peers are drawn one by one for {', '.join(BY_PEER[:-1])} and {BY_PEER[-1]}")
+    if layer is not None and name != "posterior":
+        raise InputError(f"figure {name}: one layer alone is for posterior")
+    if ood and name != "entropy":
+        raise InputError(f"figure {name}: data from elsewhere are for entropy")
+    compute, draw = NAMES[name]
+    options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
+    options |= {"by_peer": by_peer} if name in BY_PEER else {}
+    options |= {"layer": layer} if name == "posterior" else {"ood": ood} if name == "entropy" else {}
+    with trusting(trust):
+        found = {"figure": name, **(compute(runs, **options) if runs else compute())}
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
+        draw(found).savefig(buffer, format=path.suffix[1:].lower())
+    storage.write_bytes(path, buffer.getvalue())
+    return path, found

@@ -1,0 +1,1 @@
+"""Ensemble distillation through averaged members: figures of students and perturbations."""

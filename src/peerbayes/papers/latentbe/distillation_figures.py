@@ -1,0 +1,222 @@
+"""Figures of distillation, and the numbers behind them, ready for JSON."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.transforms.scaling import to_unit
+from peerbayes.engine.devices import pick_device
+from peerbayes.engine.perturbing import PICKS, Perturbation
+from peerbayes.engine.teachers import Teachers, all_logits
+from peerbayes.errors import InputError
+from peerbayes.math.noise import Address, permutation
+from peerbayes.metrics.disagreement import pairwise_diversity
+from peerbayes.metrics.flatness import barrier, loss_between
+from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.settings import Kind, Perturb
+from peerbayes.reports.figures import COLOURS, name_epochs, panels, scale_by_logarithm
+from peerbayes.reports.groups import open_runs
+from peerbayes.runs.building import build_teachers
+from peerbayes.runs.plan import parents_of
+from peerbayes.runs.run import Run
+
+Record = dict[str, Any]
+POINTS = tuple(place / 10 for place in range(11))
+IMAGES = 1000  # of a split, that the loss between networks and the perturbations are measured on
+PAIRS = 6  # of networks, at most
+BAND = 0.15  # how dark the range over pairs is
+WHO = ("teachers", "members")
+NOTES = (
+    *(f"distil.{who}_apart" for who in WHO),
+    *(f"perturb.{who}_{when}" for who in WHO for when in ("before", "after")),
+)  # of an epoch
+KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald")
+
+
+def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """Loss on the test split along the line between two networks of a run: a student's members, or its peers."""
+    where, series = pick_device(device), []
+    for run in open_runs(folders):
+        posterior, ends = _ends(run, where)
+        loaded = run.data(root)
+        data = _some(loaded, "test", where)
+        pairs = list(itertools.islice(itertools.combinations(ends, 2), PAIRS))
+        losses = torch.stack([loss_between(posterior, a, b, data, POINTS) for a, b in pairs])
+        heights = [barrier(loss, POINTS) for loss in losses]
+        band = {"mean": losses.mean(0).tolist(), "low": losses.amin(0).tolist(), "high": losses.amax(0).tolist()}
+        about = {"label": _label(run), "folder": str(run.folder), "pairs": len(pairs), "images": len(data[1])}
+        series.append({**about, "loss": band, "barrier": {"mean": statistics.mean(heights), "highest": max(heights)}})
+    return {"split": "test", "points": list(POINTS), "series": _told_apart(series)}
+
+
+def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, Tensor]]]:
+    """Return the networks of a run that have one form, as tensors by name, and a posterior over that form."""
+    peers = {name: run[name].to(device) for name in run}
+    first = next(iter(peers.values()))
+    if len(peers) == 1 and first.members > 1:
+        return first, [first.member(number) for number in range(first.members)]
+    if len(peers) < 2 or any(peer.layout.shapes != first.layout.shapes for peer in peers.values()):
+        raise InputError(f"{run.folder}: expected a rank-one student, or several peers of one network")
+    return first, [dict(peer.centre()) | dict(peer.network.named_buffers()) for peer in peers.values()]
+
+
+def diversity(folders: Iterable[str | Path]) -> Record:
+    """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt.
+
+    And for training images before and after the step that the recipe perturbs them by, in evaluation mode. None where
+    an epoch has no such figure.
+    """
+    series: list[Record] = []
+    for run in open_runs(folders, finished=False):
+        lines, before = run.metrics, len(series)
+        for name in run:
+            notes = [line["peers"].get(name, {}).get("notes", {}) for line in lines]
+            known = [key for key in NOTES if any(key in own for own in notes)]
+            if known:
+                found = {key.partition(".")[2]: [own.get(key) for own in notes] for key in known}
+                label = _label(run) + (f", {name}" if len(run) > 1 else "")
+                series.append({"label": label, "folder": str(run.folder), **found})
+        if len(series) == before:
+            raise InputError(f"{run.folder}: was not distilled from several teachers, so nobody was apart")
+    return {"series": _told_apart(series)}
+
+
+def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """How far apart teachers and members are for training images as they are, and after each kind of step.
+
+    Of the kinds that are possible: two of the teachers can't be compared where their networks differ, nor members
+    where there is not one for each teacher.
+    """
+    where, series = pick_device(device), []
+    for run in open_runs(folders):
+        loaded = run.data(root)
+        teachers = build_teachers(parents_of(run), loaded, where)
+        if teachers is None or len(teachers) < 2:
+            raise InputError(f"{run.folder}: expected a student of two teachers or more")
+        if loaded.vocabulary is not None:
+            raise InputError(f"{run.folder}: learnt texts, which take no steps: expected a run that learnt images")
+        name = next(iter(run))
+        student = run[name].to(where)
+        images = to_unit(_some(loaded, "train", where)[0])
+        kinds = [kind for kind in KINDS if teachers.alike or kind not in PICKS]
+        kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
+        found = {"as they are": _apart(images, teachers, student)}
+        for kind in kinds:
+            perturb = Perturbation(_as_in(run, kind), teachers, {name: student}, run.seed)
+            found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
+        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
+    return {"split": "training", "series": _told_apart(series)}
+
+
+def _as_in(run: Run, kind: Kind) -> Perturb:
+    """Return a kind of step as the run has taken it, or would have: at the temperature that it was distilled at."""
+    stage = run.recipe.stages[-1]
+    if stage.perturb is not None and stage.perturb.kind == kind:
+        return stage.perturb
+    return Perturb(kind=kind, temperature=stage.terms.get("distil", {}).get("temperature", 1.0))
+
+
+def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
+    logits = all_logits(images, teachers, teachers.tensors(0), student)
+    return {who: pairwise_diversity(found.log_softmax(-1)) for who, found in logits.items()}
+
+
+def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    chosen = getattr(loaded, split)
+    order = permutation(Address(0, "data", "distilled"), len(chosen), "cpu")[:IMAGES]
+    images, labels = chosen.batch(order, device)
+    return images, labels
+
+
+def _label(run: Run) -> str:
+    return f"{run.recipe.method}, seed {run.seed}"
+
+
+def _told_apart(series: Sequence[Record]) -> list[Record]:
+    """Return the series with their folders' names in labels that would be those of others, too."""
+    labels = [one["label"] for one in series]
+    return [
+        one | {"label": f"{one['label']} ({Path(one['folder']).name})"} if labels.count(one["label"]) > 1 else one
+        for one in series
+    ]
+
+
+# ---- drawn ----------------------------------------------------------------------------------------------------------
+
+
+def draw_line(found: Record) -> Figure:
+    """Loss between networks; a line a run, with the height of the barrier, and a band where there are several pairs."""
+    figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
+    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
+        label = f"{one['label']}: barrier {one['barrier']['mean']:.3g}"
+        axes.plot(found["points"], one["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
+        low, high = one["loss"]["low"], one["loss"]["high"]
+        axes.fill_between(found["points"], low, high, color=colour, alpha=BAND, linewidth=0)
+    if several := sorted({one["pairs"] for one in found["series"] if one["pairs"] > 1}):
+        words = f"lowest to highest of {' or '.join(map(str, several))} pairs; the line is their mean"
+        axes.fill_between([], [], [], color="black", alpha=BAND, linewidth=0, label=words)
+    axes.set_xlabel("from one network to another")
+    axes.set_ylabel("test loss (nats per image)")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_diversity(found: Record) -> Figure:
+    """Teachers (dashed) and members (solid) apart over the epochs; a colour a run.
+
+    Where images were perturbed, two more panels: how much further apart a step of images takes each of them.
+    """
+    moved = [who for who in WHO if any(f"{who}_after" in one for one in found["series"])]
+    figure, ((axes, *others),) = panels(1, 1 + len(moved), 5.2, 3.8)
+    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
+        for who, style in zip(WHO, ("--", "-"), strict=True):
+            _over_epochs(axes, one.get(f"{who}_apart"), style, color=colour, label=f"{one['label']}, {who}")
+        for place, who in zip(others, moved, strict=True):
+            both = zip(one.get(f"{who}_before", ()), one.get(f"{who}_after", ()), strict=True)
+            change = [None if before is None else after - before for before, after in both]
+            _over_epochs(place, change, "-", color=colour, label=one["label"])
+    axes.set_ylabel("KL between two (nats per image)")
+    scale_by_logarithm(axes)
+    for place, who in zip(others, moved, strict=True):
+        place.axhline(0, color="black", linewidth=0.8)
+        place.set_ylabel(f"change of KL between two {who} (nats)")
+    for place in (axes, *others):
+        name_epochs(place)
+        place.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _over_epochs(axes: Any, values: Sequence[float | None] | None, style: str, **look: Any) -> None:
+    known = {epoch: value for epoch, value in enumerate(values or (), 1) if value is not None}
+    if known:
+        axes.plot(list(known), list(known.values()), style, **look)
+
+
+def draw_perturbations(found: Record) -> Figure:
+    """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
+    figure, (places,) = panels(1, 2, 5.2, 3.8)
+    coloured = list(zip(found["series"], itertools.cycle(COLOURS)))
+    for axes, who in zip(places, WHO, strict=True):
+        shown = [(one, colour) for one, colour in coloured if who in one["kinds"]["as they are"]]
+        # Not every run has every kind: each kind has one place for all.
+        names = [name for name in ("as they are", *KINDS) if any(name in one["kinds"] for one, _ in shown)]
+        width = 1 / (len(shown) + 1)
+        for number, (one, colour) in enumerate(shown):
+            where = [names.index(kind) + number * width for kind in one["kinds"]]
+            heights = [values[who] for values in one["kinds"].values()]
+            axes.bar(where, heights, width, color=colour, label=one["label"])
+        axes.set_xticks(range(len(names)), [name.replace("_", "−") for name in names], rotation=30)
+        axes.set_title(who)
+        axes.set_ylabel("KL between two (nats per image)")
+        if shown:
+            axes.legend(frameon=False, fontsize=7)
+    return figure

@@ -1,0 +1,1 @@
+"""Rényi mutual learning: figures over alphas."""

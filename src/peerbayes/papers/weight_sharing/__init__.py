@@ -1,0 +1,1 @@
+"""Stochastic weight sharing: figures of size and confidence."""

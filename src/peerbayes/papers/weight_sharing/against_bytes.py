@@ -1,0 +1,270 @@
+"""Accuracy, NLL and ECE against bytes on disk; drawn, with the numbers behind it, ready for JSON."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.transforms import Bbox
+from pydantic import Field
+
+from peerbayes.errors import InputError
+from peerbayes.recipes.settings import SharedOptions
+from peerbayes.reports.figures import COLOURS, MARKERS, panels
+from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
+from peerbayes.reports.records import Record, evaluate
+from peerbayes.reports.tables import FIGURES, title
+from peerbayes.runs.run import Run, read_json
+from peerbayes.schema import Table
+
+SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
+NUMBERED = 4  # lines up to which their points say how many components they have
+MARKER = 4  # points across
+SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # of a point, where its number may lie
+SIDES = ((3, 4), "left"), ((3, -9), "left"), ((-3, 4), "right"), ((-3, -9), "right")
+OF_OUTLIERS = ("threshold", "top", "smallest")  # options that say nothing where there are none
+FAR = 3  # times the largest file of a line, from which a reference is a line alone: a point would take all the room
+NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
+YES_NO = {  # what a legend says of an option that is true, or false
+    "thrifty": ("a thrifty codebook", "a plain codebook"),
+    "outliers": ("outliers", "no outliers"),
+    "blend": ("blending", "no blending"),
+    "mixture": ("mixtures", "no mixtures"),
+    "merge_every_epoch": ("merged every epoch", "not merged every epoch"),
+}
+FORMS = {"bits": "{} bits", "em_steps": "EM steps {}", "sampling": "{} sampling", "prior": "{} prior"}  # of other ones
+Runs = Mapping[int, Run]  # of one setting, by seed
+
+
+class _Peer(Table):
+    name: str
+    accuracy: float
+    nll: float
+    ece: float
+
+
+class _Judged(Table):
+    """What the figure looks for in a record."""
+
+    peers: Annotated[list[_Peer], Field(min_length=1)]
+
+
+def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
+    """Figures of the test split against the size of the weights file, over seeds; by network and data set.
+
+    Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
+    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is judged
+    first.
+    """
+    runs = open_runs(folders, own=False)
+    records = {run.folder: _record(run, device, root) for run in runs}
+
+    def figure(key: str, run: Run) -> float:
+        return mean(peer[key] for peer in records[run.folder]["peers"])
+
+    def point(group: Runs) -> Record:
+        keys = ("bytes", *(key for key, _ in FIGURES.values()))
+        return {key: over_seeds(group, functools.partial(figure, key)) for key in keys}
+
+    experiments: dict[tuple[str, str], list[Runs]] = {}
+    for group in by_setting(runs):
+        experiments.setdefault(experiment_of(_first(group)), []).append(group)
+    found = []
+    for (network, dataset), groups in experiments.items():
+        shared = [group for group in groups if _codebook(group) is not None]
+        others = [group for group in groups if _codebook(group) is None]
+        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in others]
+        lines = _lines(shared, point)
+        found.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
+    return {"split": "test", "experiments": found}
+
+
+def _record(run: Run, device: str, root: str | Path | None) -> Record:
+    path = run.folder / "evaluation.json"
+    record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
+    _Judged.parse(record, str(path))
+    for peer in record["peers"]:  # records from before they held it
+        peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
+    return record
+
+
+def _first(group: Runs) -> Run:
+    return next(iter(group.values()))
+
+
+def _codebook(group: Runs) -> SharedOptions | None:
+    kinds = [peer.posterior for peer in _first(group).recipe.peers]
+    return kinds[0] if isinstance(kinds[0], SharedOptions) else None
+
+
+def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
+    """Return a line for all settings that differ in the number of components, or in thrift, alone; by that number."""
+    options = [_flat_options(group) for group in groups]
+    of_outliers = set(OF_OUTLIERS).difference(differing([one for one in options if one["outliers"]]))
+    told_apart = [key for key in differing(options) if key != "components" and key not in of_outliers]
+    known = told_apart if len(told_apart) > SAID else []
+    usual = {key: _most_common([one.get(key) for one in options]) for key in known}
+    lines: dict[str, list[Record]] = {}
+    for group, one in zip(groups, options, strict=True):
+        said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
+        said = _of_outliers_once(said, one["outliers"])
+        lines.setdefault(_label(one, said), []).append({"components": _components(group, one), **point(group)})
+    return [
+        {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
+        for label, points in lines.items()
+    ]
+
+
+def _of_outliers_once(said: Sequence[str], outliers: bool) -> list[str]:
+    """Return options without which are outliers where there are none, and without that there are where it is said."""
+    which = [key for key in said if key in OF_OUTLIERS]
+    left_out = [] if not which else ["outliers"] if outliers else which
+    return [key for key in said if key not in left_out]
+
+
+def _label(options: Mapping[str, Any], said: Sequence[str]) -> str:
+    """Return some options in words: ``shared_small: a thrifty codebook, no outliers``; without any, the method."""
+    words = ", ".join(_words(key, options[key]) for key in said if key != "method")
+    named = [options["method"]] if "method" in said or not words else []
+    return ": ".join([*named, *([words] if words else [])])
+
+
+def _words(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return YES_NO[key][not value]
+    if key == "merge.distance" and not value:
+        return "nothing merged"
+    return FORMS.get(key, key.replace("_", " ").replace(".", " ") + " {}").format(value)
+
+
+def _most_common(values: Sequence[Any]) -> Any:
+    """Return what there is most of, of equals the first."""
+    return max(values, key=values.count)
+
+
+def _flat_options(group: Runs) -> dict[str, Any]:
+    codebook = _codebook(group)
+    assert codebook is not None
+    table = codebook.model_dump(exclude={"kind"})
+    merge, thrift = table.pop("merge"), table.pop("thrift")
+    about = {"method": title(_first(group).recipe.method), "thrifty": thrift > 0}
+    return about | table | {f"merge.{key}": value for key, value in merge.items()}
+
+
+def _components(group: Runs, options: Mapping[str, Any]) -> int:
+    """Return how many components were asked for; where it was left to the number of weights, how many there were."""
+    if options["components"]:
+        return int(options["components"])
+    run = _first(group)
+    account = run.account(name := run.recipe.peers[0].name)
+    if account is None:
+        raise InputError(f"{run.folder / 'sharing.json'}: {name}: is missing; it says how many components there were")
+    return account.components_at_first
+
+
+# ---- drawn ----------------------------------------------------------------------------------------------------------
+
+
+def draw_size(found: Record) -> Figure:
+    """A row a network and data set, a panel a figure: a line a codebook, a dashed line a reference."""
+    figure, rows = panels(len(found["experiments"]), len(FIGURES), 4.4, 3.7)
+    for row, experiment in zip(rows, found["experiments"], strict=True):
+        sizes = [point["bytes"]["mean"] for line in experiment["lines"] for point in line["points"]]
+        beyond = FAR * max(sizes, default=math.inf)
+        for axes, (name, (key, scale)) in zip(row, FIGURES.items(), strict=True):
+            for number, line in enumerate(experiment["lines"]):
+                look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+                _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)
+            for number, reference in enumerate(experiment["references"]):
+                _draw_reference(axes, reference, key, scale, number, beyond)
+            axes.set_xscale("log")
+            _ticks(axes)
+            axes.set_xlabel("bytes on disk")
+            axes.set_ylabel(f"test {name}" + (" (%)" if scale == 100 else " (nats per image)" if name == "NLL" else ""))
+            axes.set_title(f"{experiment['network']} · {experiment['dataset']}", fontsize=9)
+        first = {line["label"] for line in experiment["lines"]}  # where matplotlib would name plain lines before these
+        named = sorted(zip(*row[0].get_legend_handles_labels(), strict=True), key=lambda one: one[1] not in first)
+        handles, labels = zip(*named, strict=True)
+        row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle("Mean and standard error over seeds; small numbers: components, before any were merged", fontsize=8)
+    figure.draw_without_rendering()  # now places are where they will be
+    for axes in itertools.chain.from_iterable(rows):
+        _keep_apart(axes)
+    return figure
+
+
+def _draw_line(axes: Any, line: Record, key: str, scale: float, look: Record, annotate: bool) -> None:
+    points = line["points"]
+    x = [point["bytes"]["mean"] for point in points]
+    y = [point[key]["mean"] * scale for point in points]
+    errors = [(point[key]["standard_error"] or 0) * scale for point in points]
+    wide = [point["bytes"]["standard_error"] or 0 for point in points]
+    axes.errorbar(x, y, errors, wide, capsize=2, markersize=MARKER, linewidth=1.2, label=line["label"], **look)
+    if annotate:
+        for point, place in zip(points, zip(x, y, strict=True), strict=True):
+            axes.annotate(f"{point['components']:,}", place, SIDES[0][0], textcoords="offset points", fontsize=6,
+                          color=look["color"])  # fmt: skip
+
+
+def _keep_apart(axes: Any) -> None:
+    """Move numbers that lie on others, or on points, to another side of theirs; one that finds none is left out."""
+    numbers = [text for text in axes.texts if isinstance(text, Annotation)]
+    half = MARKER / 2 * axes.figure.dpi / 72
+    points = [axes.transData.transform(number.xy) for number in numbers]
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in points]
+    for number in numbers:
+        for place, side in SIDES:
+            number.xyann = place
+            number.set_horizontalalignment(side)
+            if not (box := number.get_window_extent()).count_overlaps(taken):
+                taken.append(box)
+                break
+        else:
+            number.remove()
+
+
+def _draw_reference(axes: Any, one: Record, key: str, scale: float, number: int, beyond: float) -> None:
+    x, y = one["bytes"]["mean"], one[key]["mean"] * scale
+    far, colour = x > beyond, ("black", "#777777", "#aaaaaa")[number % 3]
+    label = f"{one['label']}, {_size_words(x, '.3g')}" if far else None
+    axes.axhline(y, color=colour, linestyle=("--", ":", "-.")[number % 3], linewidth=0.9, zorder=1, label=label)
+    if not far:
+        error = (one[key]["standard_error"] or 0) * scale
+        axes.errorbar(x, y, error, fmt="*", color=colour, markersize=9, capsize=2, label=one["label"], zorder=2)
+
+
+def _ticks(axes: Any) -> None:
+    low, high = axes.get_xlim()
+    if high < NARROW * low:  # sizes that are almost one would need labels of many digits
+        low, high = math.sqrt(low * high / NARROW), math.sqrt(low * high * NARROW)
+        axes.set_xlim(low, high)
+    places = _places(low, high)
+    axes.set_xticks(places, [_size_words(place) for place in places])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _places(low: float, high: float) -> list[float]:
+    """Return some round numbers of an interval, so few that their labels have room side by side."""
+    span = math.log10(high / low)
+    steps = {0.75: (1, 1.5, 2, 3, 5, 7), 1.4: (1, 2, 5), 2.2: (1, 3), math.inf: (1,)}
+    digits = next(found for most, found in steps.items() if span < most)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    places = [digit * 10.0**decade for decade in decades for digit in digits]
+    found = [place for place in places if low <= place <= high]
+    if len(found) < 2:  # an interval so short that one need not count by factors
+        found = [place for place in MaxNLocator(3).tick_values(low, high) if low <= place <= high]
+    return found
+
+
+def _size_words(size: float, digits: str = "g") -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:{digits}} {name}"
+    return f"{size:{digits}} B"

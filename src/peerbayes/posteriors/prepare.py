@@ -1,0 +1,16 @@
+"""Inputs as networks like them best."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peerbayes.data.transforms.scaling import to_unit
+
+
+def prepared(inputs: Tensor) -> Tensor:
+    """Return images in [0, 1], channels last; token numbers as they are. What is prepared already costs nothing."""
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return inputs  # token numbers
+    inputs = to_unit(inputs.float() if inputs.dtype == torch.float64 else inputs)  # what NumPy makes of a division
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs

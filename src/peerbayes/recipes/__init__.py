@@ -1,0 +1,1 @@
+"""Recipes: data, peers, stages and evaluation, in one TOML file."""

@@ -1,0 +1,267 @@
+"""Recipes: data + peers + stages + evaluation, in one TOML file."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import functools
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from peerbayes.errors import InputError, nearest
+from peerbayes.recipes.matrix import expand
+from peerbayes.recipes.settings import Data, Evaluation, Peer, Stage, TeacherOptions
+from peerbayes.schema import Strict
+
+
+class Recipe(Strict):
+    """A whole experiment.
+
+    Attributes:
+        name: the recipe's own name; filled in when it is loaded.
+        method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
+        update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
+            before it after their update.
+        gradient_share_every: steps between two measurements of each term's share of the gradient; 0 for never,
+            ``epoch`` for an epoch or 100 steps, whichever is longer.
+    """
+
+    name: str = ""
+    title: str
+    reproduces: str = ""
+    method: str = "custom"
+    data: Data = Data()
+    teachers: TeacherOptions | None = None
+    peers: Annotated[list[Peer], Field(min_length=1)]
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    update: Literal["simultaneous", "sequential"] = "simultaneous"
+    gradient_share_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = "epoch"
+    evaluation: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _distinct_peers(self) -> Recipe:
+        names = [peer.name for peer in self.peers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"peers must have different names ({', '.join(names)})")
+        return self
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all stages."""
+        return sum(stage.epochs for stage in self.stages)
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the whole recipe: runs that have it in common differ in the seed alone."""
+        return _hash(self.model_dump(exclude_none=True))
+
+    def digest_of_seed(self, seed: int) -> str:
+        """Return a short hash that runs have in common that start from, or learn from, runs of their own seeds."""
+        table = self.model_dump(exclude_none=True)
+        for peer in table["peers"]:
+            if "start_from" in peer:
+                peer["start_from"] = _without_seed(peer["start_from"], seed)
+        if "teachers" in table:
+            table["teachers"]["runs"] = [_without_seed(run, seed) for run in table["teachers"]["runs"]]
+        return _hash(table)
+
+    def to_toml(self) -> str:
+        """Return the complete recipe as TOML, defaults filled in."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _hash(table: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(tomli_w.dumps(table).encode(), digest_size=4).hexdigest()
+
+
+def _without_seed(source: str, seed: int) -> str:
+    """Return ``runs/dnn-seed`` of ``runs/dnn-seed3``, where that is the seed."""
+    return re.sub(rf"seed{seed}(?!\d)", "seed", source)
+
+
+def changes_of(recipe: Recipe) -> list[str]:
+    """Return how a recipe differs from the packaged one of its name, in lines as `--set` takes them.
+
+    Of runs and files only the names are told, not where they lie.
+    """
+    if recipe.name not in packaged():
+        return []
+    before = _flat(load_recipe(recipe.name).model_dump())
+    after = _flat(recipe.model_dump())
+    return [f"{key}={_written(value)}" for key, value in after.items() if before.get(key, before) != value]
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Return a table's plain values by path; lists of plain values count as one."""
+    if isinstance(node, list) and any(isinstance(one, dict) for one in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict) or not node:
+        return {path: node}
+    inner = {f"{path}.{key}" if path else str(key): value for key, value in node.items()}
+    return {key: value for place, below in inner.items() for key, value in _flat(below, place).items()}
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        path = Path(value)
+        kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
+        return value if value in packaged() else "/".join(path.parts[-kept:])
+    if isinstance(value, list):
+        return f"[{', '.join(_written(one) for one in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_recipe(source: str) -> bool:
+    """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
+    path = Path(source).expanduser()
+    return source in packaged() or (path.is_file() and path.suffix != ".safetensors")
+
+
+@functools.cache
+def packaged() -> Mapping[str, Path]:
+    """Return the recipes that come with the library by name (``mutual/digits-ours``), and the files that hold them."""
+    root = _package() / "recipes"
+    alone = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.toml")}
+    return MappingProxyType(dict(sorted({**alone, **{name: path for name, (path, _) in _rows().items()}}.items())))
+
+
+@functools.cache
+def _rows() -> Mapping[str, tuple[Path, dict[str, Any]]]:
+    """Return the recipes of the papers' matrices by name, with the files that hold them."""
+    files = sorted((_package() / "papers").rglob("*.toml"))
+    return {name: (path, row) for path in files for name, row in expand(_parsed(path, path.name), path.name).items()}
+
+
+def _package() -> Path:
+    return Path(str(resources.files("peerbayes")))
+
+
+def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:
+    """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it."""
+    if isinstance(recipe, Recipe):
+        if not overrides:
+            return recipe
+        origin, name, table = f"recipe {recipe.name or recipe.title}", recipe.name, recipe.model_dump(exclude_none=True)
+    else:
+        path, origin, name = _find(recipe)
+        table = _read(path, origin, name)
+    for override in listed(overrides):
+        change(table, override, origin)
+    table.setdefault("name", name)
+    return Recipe.parse(table, origin)
+
+
+def listed(overrides: str | Sequence[str]) -> Sequence[str]:
+    """Return overrides as a list; a text is one of them, not one a letter."""
+    return [overrides] if isinstance(overrides, str) else list(overrides)
+
+
+def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a recipe's table; one that ``extends`` another has its keys, but for those it ``set``s or gives itself."""
+    table = dict(_rows()[name][1]) if name in _rows() else _parsed(path, origin)
+    if "extends" not in table and "base" not in table:
+        return table
+    changes = table.pop("set", [])
+    if "base" in table:
+        base: dict[str, Any] = copy.deepcopy(table.pop("base"))
+    else:
+        if not isinstance(table["extends"], str) or not isinstance(changes, list):
+            raise InputError(
+                f"{origin}: 'extends' must name a recipe, and 'set' be a list such as ['stages.0.epochs=5']"
+            )
+        wanted = table.pop("extends")
+        beside = path.parent / wanted  # a file is looked for beside the recipe first
+        try:
+            below, below_origin, below_name = _find(beside if beside.is_file() else wanted)
+        except InputError as error:
+            raise InputError(f"{origin}: extends '{wanted}', but {error}") from None
+        chain = (*above, f"{path.resolve()} {name}")
+        if f"{below.resolve()} {below_name}" in chain:
+            raise InputError(f"{origin}: extends itself by way of {below_origin}")
+        base = _read(below, below_origin, below_name, chain)
+    for line in changes:
+        change(base, str(line), origin)
+    return base | table
+
+
+def _parsed(path: Path, origin: str) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return table
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{origin}: not valid TOML ({error})") from None
+
+
+def _find(recipe: Any) -> tuple[Path, str, str]:
+    if not isinstance(recipe, str | Path):
+        kind = type(recipe).__name__
+        raise InputError(f"recipe is of type {kind}, expected a name, a file or a Recipe (Recipe.parse makes one)")
+    known = packaged()
+    if str(recipe) in known:
+        return known[str(recipe)], f"recipe {recipe}", str(recipe)
+    path = Path(recipe)
+    if path.is_file():
+        return path, str(path), path.stem
+    if path.suffix == ".toml":
+        raise InputError(f"{path}: no such recipe file")
+    near = nearest(str(recipe), known)
+    hint = near if near.startswith("; did") else "; 'peerbayes recipes' lists them"
+    raise InputError(f"there is no recipe '{recipe}'{hint}")
+
+
+def change(table: dict[str, Any], override: str, origin: str) -> None:
+    """Change a recipe's table in place, by a line such as ``stages.0.epochs=5``."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    parts = keys(path)
+    parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
+    _put(table, parts, value, f"{origin}: --set {override}")
+
+
+def keys(path: str) -> list[str]:
+    """Return the keys of a path such as ``stages.0.epochs``; one with a point in it stands in double quotes."""
+    return next(csv.reader([path], delimiter="."))
+
+
+def _put(node: Any, parts: list[str], value: Any, origin: str) -> None:
+    head, rest = parts[0], parts[1:]
+    if isinstance(node, list):
+        indices = range(len(node)) if head == "*" else [_index(node, head, origin)]
+        for index in indices:
+            if rest:
+                _put(node[index], rest, value, origin)
+            else:
+                node[index] = value
+    elif isinstance(node, dict):
+        if rest:
+            _put(node.setdefault(head, {}), rest, value, origin)
+        else:
+            node[head] = value
+    else:
+        raise InputError(f"{origin}: '{head}' is below a plain value")
+
+
+def _index(node: list[Any], head: str, origin: str) -> int:
+    if head.isdigit() and int(head) < len(node):
+        return int(head)
+    by_name = [i for i, item in enumerate(node) if isinstance(item, dict) and item.get("name") == head]
+    if by_name:
+        return by_name[0]
+    names = ", ".join(str(item["name"]) for item in node if isinstance(item, dict) and "name" in item)
+    raise InputError(f"{origin}: there is no item '{head}' ({names or f'0 to {len(node) - 1}'}, or *)")

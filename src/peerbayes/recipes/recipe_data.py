@@ -1,0 +1,58 @@
+"""The data of a recipe, and what a network must know of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from peerbayes import data as data_room
+from peerbayes import networks
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.vocabulary import TextOptions, Vocabulary
+from peerbayes.errors import InputError
+from peerbayes.recipes.recipe import Recipe
+
+
+def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:
+    """Load a recipe's data, and check that it has the classes that the recipe is for.
+
+    Args:
+        recipe: whose data.
+        root: data root.
+        vocabulary: a run's, for texts; by default one is built from the training split.
+    """
+    options = recipe.data
+    try:
+        loaded = data_room.load(
+            options.name,
+            root=root,
+            validation=options.validation,
+            size=options.size,
+            stats=options.stats,
+            text=None if options.text is None else TextOptions(**options.text.model_dump()),
+            vocabulary=vocabulary,
+        )
+    except InputError as error:
+        raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
+    if options.classes is not None and loaded.classes != options.classes:
+        raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
+    return loaded
+
+
+def network_inputs(loaded: Dataset) -> networks.Inputs:
+    """Return what a network must know of a data set."""
+    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors)
+    known = loaded.vocabulary
+    if known is None:
+        return found
+    return replace(found, tokens=known.size, dimension=known.dimension, padding=known.padding)
+
+
+def refuse_other_words(folder: Path, loaded: Dataset) -> None:
+    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
+    path = folder / "vocabulary.json"
+    if loaded.vocabulary is None or not path.is_file():
+        return
+    if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
+        raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
+                         "here; expected the texts and data.text that the run was trained with")  # fmt: skip

@@ -1,0 +1,312 @@
+"""The tables that a recipe is made of: data, peers with their posteriors, teachers, stages and evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from peerbayes.data.transforms.augment import AUGMENTATIONS
+from peerbayes.errors import nearest
+from peerbayes.schema import Strict, nested
+from peerbayes.terms.definition import find as find_term
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
+
+
+class Text(Strict):
+    """How texts become token numbers; see `peerbayes.data.TextOptions`."""
+
+    tokens: Literal["words", "characters", "pieces"] = "words"
+    ngrams: PositiveInt = 1
+    length: PositiveInt | None = None
+    buckets: PositiveInt = 20_000
+    vocabulary: PositiveInt = 30_000
+    vectors: str = ""
+    tokenizer: str = ""
+
+
+class Data(Strict):
+    """Which data, and how it is fed.
+
+    Attributes:
+        name: a data set, an ``.npz`` file or an image folder.
+        classes: refuse data with another number of classes.
+        validation: images (or fraction) of the training split kept for validation.
+        size: image size for folders.
+        stats: normalise colour images by ``imagenet``'s mean and deviation instead of the data's own.
+        text: how texts become token numbers, where the data are texts.
+    """
+
+    name: str = "digits"
+    classes: PositiveInt | None = None
+    batch_size: PositiveInt = 128
+    augment: list[str] = []
+    validation: int | float = 0
+    size: PositiveInt | None = None
+    stats: Literal["imagenet"] | None = None
+    text: Text | None = None
+
+    @field_validator("augment")
+    @classmethod
+    def _known_augmentations(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in AUGMENTATIONS:
+                raise ValueError(f"there is no augmentation '{name}'{nearest(name, AUGMENTATIONS)}")
+        if len(set(names)) < len(names):  # the second one has the noise of the first
+            raise ValueError(f"each augmentation may be named once, not {', '.join(names)}")
+        return names
+
+
+class PointOptions(Strict):
+    """One set of weights."""
+
+    kind: Literal["point"]
+
+
+class MeanFieldOptions(Strict):
+    """A Gaussian for every weight; see `peerbayes.MeanField`."""
+
+    kind: Literal["mean_field"]
+    rho: float = -3.0
+    gain: PositiveFloat | None = None
+    prior_std: PositiveFloat = 1.0
+    prior: Literal["normal", "anchored"] = "normal"
+    noise: Literal["gaussian", "radial"] = "gaussian"
+    bayesian: Annotated[list[str], Field(min_length=1)] | None = None
+
+
+class RankOneOptions(Strict):
+    """Members that share their weights; see `peerbayes.RankOne`. ``members`` 0 is one for each teacher."""
+
+    kind: Literal["rank_one"]
+    members: Annotated[int, Field(ge=0)] = 4
+    factors: Literal["ones", "random", "signs"] = "ones"
+    spread: Annotated[float, Field(ge=0)] = 0.5
+    gaussian: bool = False
+    rho: float = -3.0
+    prior_std: PositiveFloat = 0.1
+    scale_gradients: bool = True
+    decay_factors: bool = True
+    predicts: Literal["average", "members"] = "members"
+
+
+class Merge(Strict):
+    """Which components become one; see `peerbayes.codebook.merging.merge`. A ``distance`` of 0 merges nothing."""
+
+    distance: Annotated[float, Field(ge=0)] = 1.5e-7
+    gradient_gate: PositiveFloat = 0.15
+    lr: PositiveFloat = 1e-5
+    spread_gate: PositiveFloat = 1e-3
+    neighbours: PositiveInt = 2
+    rule: Literal["moment", "barycenter", "average", "eq6"] = "moment"
+
+
+class SharedOptions(Strict):
+    """A codebook of the mean-field posterior that the peer starts from; see `peerbayes.codebook.build.share`.
+
+    Attributes:
+        components: at first; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
+        threshold: weights of a mean beyond it are outliers.
+        top: share of weights with the largest gradients, which are outliers.
+        smallest: weights of components with fewer are outliers.
+        outliers: whether there are any.
+        blend: whether weights far from their component mix two.
+        mixture: whether such a weight is drawn of one of the two, by its shares, and not of their blended parameters.
+        thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
+            over inliers), which also makes the number of components; 0 counts no bits. See
+            `peerbayes.codebook.rate_penalty.thrifty`.
+        merge_every_epoch: whether components that have come near each other are merged at the end of every epoch, too.
+        bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
+    """
+
+    kind: Literal["shared"]
+    components: Annotated[int, Field(ge=0)] = 0
+    threshold: PositiveFloat = 0.2
+    top: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    smallest: Annotated[int, Field(ge=0)] = 20
+    outliers: bool = True
+    blend: bool = True
+    em_steps: Annotated[int, Field(ge=0)] = 0
+    thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    merge: Merge = Merge()
+    merge_every_epoch: bool = False
+    sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
+    mixture: bool = False
+    prior: Literal["anchored", "normal"] = "anchored"
+    prior_std: PositiveFloat = 0.1
+    bits: Literal[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32] = 10
+
+    @model_validator(mode="after")
+    def _mixture_has_blends(self) -> SharedOptions:
+        if self.mixture and not self.blend:
+            raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _merging_has_a_distance(self) -> SharedOptions:
+        if self.merge_every_epoch and not self.merge.distance:
+            raise ValueError("merge_every_epoch merges by merge.distance, which is 0; leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _thrift_is_alone(self) -> SharedOptions:
+        if self.thrift and (self.components or self.em_steps):
+            raise ValueError(
+                "thrift makes the number of components and has no em_steps; leave out components or thrift"
+            )
+        return self
+
+
+class Peer(Strict):
+    """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    network: str
+    posterior: Annotated[PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions, Field(discriminator="kind")]
+    start_from: str | None = None
+
+    @model_validator(mode="after")
+    def _anchor_is_given(self) -> Peer:
+        if self.network == CUSTOM:  # which comes with its anchor, or its codebook
+            return self
+        if (
+            isinstance(self.posterior, MeanFieldOptions)
+            and self.posterior.prior == "anchored"
+            and self.start_from is None
+        ):
+            raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
+        if isinstance(self.posterior, SharedOptions) and self.start_from is None:
+            raise ValueError(f"peer '{self.name}' shares weights but has no start_from: a mean-field posterior")
+        return self
+
+
+class TeacherOptions(Strict):
+    """Trained networks that the peers learn from, and that do not learn.
+
+    Attributes:
+        runs: recipes (trained first if need be), run folders, or weights files of runs.
+        draws: of each Bayesian teacher, new ones in every step.
+        peers: names of those that teach; all peers of the runs, if it is not given.
+    """
+
+    runs: Annotated[list[str], Field(min_length=1)]
+    draws: PositiveInt = 1
+    peers: Annotated[list[str], Field(min_length=1)] | None = None
+
+    def has(self, name: str) -> bool:
+        """Return whether a peer of that name teaches."""
+        return self.peers is None or name in self.peers
+
+
+Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald"]
+
+
+class Perturb(Strict):
+    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.teachers.Perturbation`.
+
+    Attributes:
+        kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its
+            confidence (``conf_ods``); to where two teachers differ (``tdiv``) and the two members of the student that
+            learn from them agree (``tdiv_sdiv``); or to where all teachers disagree (``bald``). ``none`` stands for no
+            such table.
+        temperature: of the teacher in ``ods`` and ``conf_ods``.
+    """
+
+    kind: Kind
+    temperature: PositiveFloat = 1.0
+
+
+class Optimizer(Strict):
+    """An optimiser of torch.optim.
+
+    Attributes:
+        clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
+        scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
+    """
+
+    name: Literal["adam", "adamw", "sgd"] = "adam"
+    lr: PositiveFloat = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(ge=0)] = 0.0
+    scale_lr: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Optimizer:
+        if self.nesterov and (self.name != "sgd" or not self.momentum):
+            raise ValueError("nesterov needs sgd with a momentum above 0")
+        return self
+
+
+class Stage(Strict):
+    """Epochs with an optimiser, a learning-rate schedule and terms. Optimiser and learning rate start anew.
+
+    Attributes:
+        lr_milestones: epochs of this stage after which the learning rate is multiplied by ``lr_factor``.
+        lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
+        warmup: epochs of linear warm-up.
+        perturb: steps of the images before anybody sees them.
+        freeze_rest: leave alone what is not Bayesian: batch-norm's scales and shifts, say. Its statistics still move.
+        terms: options by term name; the loss is their sum.
+    """
+
+    epochs: PositiveInt
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: Literal["milestones", "cosine"] = "milestones"
+    lr_milestones: list[PositiveInt] = []
+    lr_factor: PositiveFloat = 0.1
+    warmup: Annotated[float, Field(ge=0)] = 0.0
+    perturb: Perturb | None = None
+    freeze_rest: bool = False
+    terms: dict[str, dict[str, Any]]
+
+    @property
+    def layers(self) -> list[str]:
+        """Layers whose features the terms look at, each once."""
+        return list(dict.fromkeys(layer for options in self.terms.values() for layer in options.get("layers", [])))
+
+    @field_validator("perturb")
+    @classmethod
+    def _no_steps(cls, given: Perturb | None) -> Perturb | None:
+        # A line such as --set can change a table, but not take it away.
+        return None if given is None or given.kind == "none" else given
+
+    @field_validator("terms")
+    @classmethod
+    def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if not given:
+            raise ValueError("a stage needs at least one term")
+        found = {}
+        for name, options in given.items():
+            try:
+                found[name] = find_term(name).schema.model_validate(options).model_dump(exclude_none=True)
+            except ValidationError as error:
+                raise nested(error, name, options) from None
+        return found
+
+
+class Evaluation(Strict):
+    """How the peers are judged.
+
+    Attributes:
+        draws: draws averaged by stochastic posteriors.
+        test_every: epochs between two looks at the test split during training, for curves; 0 for none.
+        last_epochs: also report the mean over the last so many epochs, as some papers do; 0 for none. These epochs are
+            evaluated on the test split whatever ``test_every`` is.
+        keep: the peers as they are at the ``last`` epoch, or at the ``best`` one of the last stage by accuracy on the
+            validation split, each peer by itself.
+        out_of_distribution: data sets whose images the peers should be unsure of.
+        retention: fractions of images kept, by lowest entropy and by lowest disagreement.
+    """
+
+    draws: PositiveInt = 50
+    test_every: Annotated[int, Field(ge=0)] = 0
+    last_epochs: Annotated[int, Field(ge=0)] = 0
+    ece_bins: PositiveInt = 15
+    keep: Literal["last", "best"] = "last"
+    out_of_distribution: list[str] = []
+    retention: list[Annotated[float, Field(gt=0, le=1)]] = [0.2, 0.4, 0.6, 0.8]

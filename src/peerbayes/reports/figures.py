@@ -1,0 +1,278 @@
+"""Figures, drawn by matplotlib without a screen."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from numpy.typing import NDArray
+
+from peerbayes.posteriors import storage
+from peerbayes.reports.records import Record
+from peerbayes.reports.tables import RANKINGS, grouped, retention_by, title
+
+MARKERS = "os^DvPX"
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as PNG."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]], str, str]]:
+    # One series a method and peer: label, that peer's records over seeds, colour by method, style by peer.
+    found = []
+    for number, group in enumerate(grouped(records).values()):
+        for place, peer in enumerate(group[0]["peers"]):
+            name = title(group[0]["method"]) + (f" {peer['name']}" if len(group[0]["peers"]) > 1 else "")
+            same = [p for r in group for p in r["peers"] if p["name"] == peer["name"]]
+            found.append((name, same, COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[place % 4]))
+    return found
+
+
+def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
+    """Return a figure of one panel, and its axes."""
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    return figure, axes
+
+
+def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[list[Any]]]:
+    """Return a figure with a grid of axes, by row."""
+    figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.25, linewidth=0.6)
+    return figure, [list(row) for row in axes]
+
+
+def retention_figure(records: Sequence[Record]) -> Figure:
+    """Draw the accuracy of the images kept against the share kept, a panel a ranking; a band of one standard error."""
+    figure, (row,) = panels(1, len(RANKINGS), height=4.0)
+    for ranking, axes in zip(RANKINGS, row, strict=True):
+        for name, peers, colour, style in _series(records):
+            curves = [(retention_by(ranking, peer), peer["accuracy"]) for peer in peers]
+            measured = [{**curve, "1.0": accuracy} for curve, accuracy in curves if curve is not None]
+            if not measured:
+                continue
+            kept = np.array([float(share) for share in measured[0]]) * 100
+            values = np.array([list(curve.values()) for curve in measured]) * 100
+            mean = values.mean(0)
+            axes.plot(kept, mean, style, color=colour, label=name, marker="o", markersize=3)
+            if len(values) > 1:
+                error = values.std(0, ddof=1) / math.sqrt(len(values))
+                axes.fill_between(kept, mean - error, mean + error, color=colour, alpha=0.12, lw=0)
+        axes.set_xlabel(f"images kept, by lowest {ranking} (%)")
+        axes.set_ylabel("accuracy of those kept (%)")
+        if axes.get_lines():
+            axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def reliability_figure(records: Sequence[Record]) -> Figure:
+    """Accuracy against confidence, all seeds pooled; the diagonal is perfect calibration."""
+    figure, axes = new_axes()
+    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
+    for name, peers, colour, style in _series(records):
+        bins = [peer["reliability"] for peer in peers]
+        count = np.array([b["count"] for b in bins], dtype=float)
+        sums = [
+            (np.array([[x if x is not None else 0.0 for x in b[key]] for b in bins]) * count).sum(0)
+            for key in ("confidence", "accuracy")
+        ]
+        total = count.sum(0)
+        # A bin of a handful of images says nothing: the line passes over it.
+        full = total >= max(10, 0.005 * total.sum())
+        axes.plot(
+            sums[0][full] / total[full], sums[1][full] / total[full], style, color=colour, marker="o", markersize=3,
+            label=f"{name} (ECE {np.mean([p['ece'] for p in peers]):.3f})",
+        )  # fmt: skip
+    axes.set_xlabel("confidence")
+    axes.set_ylabel("accuracy")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def entropy_figure(records: Sequence[Record], other: str) -> Figure:
+    """Shares of images by entropy: of the test split (solid) and of another data set (dashed); means over seeds."""
+    figure, axes = new_axes()
+    for number, (name, peers, _, _) in enumerate(_series(records)):
+        found = [peer["out_of_distribution"][other] for peer in peers if other in peer.get("out_of_distribution", {})]
+        found = [one["entropy"] for one in found if "entropy" in one]
+        if not found:
+            continue
+        shares = entropy_shares(found)
+        for key, style in (("inside", "-"), ("outside", "--")):
+            colour = COLOURS[number % len(COLOURS)]
+            label = name if key == "inside" else f"{name}, {other}"
+            heights = [100 * share for share in shares[key]]
+            axes.stairs(heights, shares["edges"], color=colour, linestyle=style, label=label, linewidth=1.3)
+    axes.set_xlabel("entropy (nats)")
+    axes.set_ylabel("images (%)")
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
+    """Return the shares of images ``inside`` and ``outside`` by entropy, means over histograms, with the ``edges``."""
+    shares = {key: np.mean([np.array(one[key]) / sum(one[key]) for one in found], 0) for key in ("inside", "outside")}
+    return {"edges": found[0]["edges"], **{key: values.tolist() for key, values in shares.items()}}
+
+
+def name_epochs(axes: Any) -> None:
+    """Let an axis count epochs: there are no halves of them, however few they are."""
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def scale_by_logarithm(axes: Any) -> None:
+    """Make the upright axis logarithmic where there is anything above 0 to be seen on it."""
+    if any(np.greater(line.get_ydata(), 0).any() for line in axes.get_lines()):
+        axes.set_yscale("log")
+
+
+def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
+    """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
+    figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
+    names = list(dict.fromkeys(n for line in metrics for p in line["peers"].values() for n in p["terms"]))
+    for place, (key, name) in enumerate((("terms", "value of the term"), ("gradient_share", "share of the gradient"))):
+        axes = figure.add_subplot(1, 2, place + 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        for number, term in enumerate(names):
+            points = [
+                (place + 1, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
+                for place, line in enumerate(metrics)
+                if any(term in p.get(key, {}) for p in line["peers"].values())
+            ]
+            if points:  # shares may not have been measured
+                axes.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=term)
+        name_epochs(axes)
+        axes.set_ylabel(name)
+        if key == "terms":
+            axes.set_yscale("symlog", linthresh=1e-3)
+        else:
+            scale_by_logarithm(axes)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+    return figure
+
+
+def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], *, digits: int, high: bool) -> Any:
+    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good."""
+    corner = best[1] - 0.5, best[0] - 0.5
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, zorder=3))
+    # Bright is good, whichever way the figure goes.
+    picture = axes.imshow(means, cmap="cividis" if high else "cividis_r", aspect="auto")
+    for (y, x), mean in np.ndenumerate(means):
+        if np.isfinite(mean):
+            red, green, blue, _ = picture.cmap(picture.norm(mean))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            colour = "white" if dark else "black"
+            axes.text(x, y, f"{mean:.{digits}f}", ha="center", va="center", fontsize=8, color=colour)
+    axes.grid(visible=False)
+    return picture
+
+
+def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
+    """Draw a benchmark's record beside its JSON file; return the picture's path."""
+    picture = path.with_suffix(".png")
+    storage.write_bytes(picture, png(bench_figure(record)))
+    return picture
+
+
+def bench_figure(record: Mapping[str, Any]) -> Figure:
+    """Epoch time by engine, ratios, and growth with networks, peers, draws and images; what is missing is left out."""
+    found, growth, settings = record["figures"], record["figures"]["growth"], record["settings"]
+    packed = found["packed3_epoch_s"]
+    engines = {
+        "eager": found["eager_pair_epoch_s"],
+        "compiled": found["compiled_pair_epoch_s"],
+        settings["engine"]: found["pair_epoch_s"],
+        "3 packed, each": None if packed is None else packed / 3,
+        "point pair": found["deterministic_pair_epoch_s"],
+    }
+    ratios = {
+        "Bayesian / point pair": found["bayesian_over_deterministic"],
+        "bayesian-torch / ours": found["speedup_single"],
+        "bayesian-torch / packed": found["speedup_packed"],
+        "moment draw /\nmean-field": found.get("moment_draw_over_mean_field"),
+        "hierarchical draw /\nmean-field": found.get("hierarchical_draw_over_mean_field"),
+    }
+    small = {
+        way: {count: both and both[place] for count, both in growth["small_batch"].items()}
+        for place, way in enumerate(("one draw after another", "draws at once"))
+    }
+    bars = {("epoch of a pair (s)", COLOURS[0]): engines, ("ratio of times", COLOURS[2]): ratios}
+    lines: dict[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
+        ("layers of the ResNet", "epoch (s)"): {"pair": growth["network"]},
+        ("peers", "epoch (s)"): {"cohort": growth["peers"]},
+        ("draws", "10,000 images (s)"): {"prediction": growth["draws"]},
+        ("images", f"{settings['draws']} draws (ms)"): small,
+    }
+    panels = [partial(_bars, values=known, look=look) for look, values in bars.items() if (known := _known(values))]
+    panels += [
+        partial(_growth, lines=known, labels=labels)
+        for labels, ways in lines.items()
+        if any((known := {way: _known(values) for way, values in ways.items()}).values())
+    ]
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns) if panels else 0
+    figure = Figure(figsize=(4.2 * columns or 4.2, 3.3 * rows or 1), dpi=120, layout="constrained")
+    about = f"{record['hardware']}, torch {record['versions']['torch']}, batch {settings['batch']}"
+    figure.suptitle(about, fontsize=9)
+    for place, draw in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        draw(axes)
+    return figure
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _bars(axes: Any, values: Mapping[str, float], look: tuple[str, str]) -> None:
+    label, colour = look
+    bars = axes.barh(list(values), list(values.values()), color=colour, height=0.6)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values.values()], padding=3, fontsize=8)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+
+
+def _growth(axes: Any, lines: Mapping[str, Mapping[str, float]], labels: tuple[str, str]) -> None:
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    ticks: set[int] = set()
+    for number, (name, values) in enumerate(lines.items()):
+        places = [int(x.removeprefix("resnet")) for x in values]
+        style = {"linestyle": ("-", "--")[number % 2], "marker": "os"[number % 2], "markersize": 4}
+        axes.plot(places, list(values.values()), color=COLOURS[number], label=name, **style)
+        ticks.update(places)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 20 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,131 @@
+"""How peers do where they were not trained: on other data sets, and on corrupted images."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peerbayes import metrics
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.datasets.cifar_c import load_corrupted
+from peerbayes.data.splits import ArraySplit, Split
+from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
+from peerbayes.errors import InputError
+from peerbayes.inference.prediction import entropy_of
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.base import Posterior
+
+Record = dict[str, Any]
+Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
+MADE = "made"  # corruptions made here, not read from a folder
+BINS = 30  # of entropy histograms
+
+
+def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
+    """Return how well entropy tells another data set from the test split, with histograms of the entropies.
+
+    Args:
+        log_p: log-probabilities (N, C) of the test split.
+        outside: log-probabilities (K, C) of the other data set.
+    """
+    inner, outer = (entropy_of(x) for x in (log_p, outside))
+    most = math.log(log_p.shape[1])
+    edges = torch.linspace(0, most, BINS + 1)
+    counts = [torch.histc(x.float().clamp(0, most), BINS, 0, most).int().tolist() for x in (inner, outer)]
+    return {
+        "auroc": metrics.auroc(inner, outer),
+        "aupr": metrics.aupr(inner, outer),
+        "fpr85": metrics.fpr_at_tpr(inner, outer, tpr=0.85),
+        "entropy": {"edges": edges.tolist(), "inside": counts[0], "outside": counts[1]},
+    }
+
+
+def mean_of(log_p: Tensor) -> Tensor:
+    """Return log (1/K) Σ_k p_k for log-probabilities (K, N, C)."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
+
+
+def judge_corrupted(
+    predict: Predict, peers: Mapping[str, Posterior], loaded: Dataset, source: str, bins: int
+) -> dict[str | None, Record]:
+    """Return accuracy, NLL and ECE on corrupted test images, by peer; those of all peers as one under None.
+
+    Args:
+        predict: makes log-probabilities.
+        peers: posteriors by name, on one device.
+        loaded: the data set.
+        source: ``"made"``, or a folder of the official arrays (CIFAR-10-C, CIFAR-100-C).
+        bins: of the ECE.
+    """
+    found: dict[str | None, dict[str, list[Record]]] = {}
+    device = next(iter(peers.values())).device
+    for name, split in _corrupted(loaded, source, device):
+        assert split.labels is not None
+        log_p: dict[str | None, Tensor] = {peer: predict(peers[peer], peer, split) for peer in peers}
+        if len(peers) > 1:
+            log_p[None] = mean_of(torch.stack(list(log_p.values())))
+        for peer, values in log_p.items():
+            found.setdefault(peer, {}).setdefault(name, []).append(figures_of(values, split.labels, bins))
+    return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
+
+
+def check_corrupted(loaded: Dataset, source: str) -> None:
+    """Refuse corrupted images that can't be had, before anything is judged."""
+    if loaded.vocabulary is not None:
+        raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
+    if source == MADE:
+        for name in COMMON:
+            _made(loaded.test.batch(torch.arange(1), torch.device("cpu"))[0], loaded, name, 1)
+        return
+    for name in COMMON:
+        _fitting(load_corrupted(source, name, 1), loaded, source)
+
+
+def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[tuple[str, Split]]:
+    for name in COMMON:
+        for severity in range(1, SEVERITIES + 1):
+            if source != MADE:
+                yield name, _fitting(load_corrupted(source, name, severity), loaded, source)
+                continue
+            images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
+            yield name, ArraySplit(_made(images, loaded, name, severity), labels.cpu())
+
+
+def _made(images: Tensor, loaded: Dataset, name: str, severity: int) -> Tensor:
+    make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
+    try:
+        return torch.cat([make(part, first=2500 * place) for place, part in enumerate(images.split(2500))])
+    except InputError as error:
+        raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
+
+
+def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:
+    assert split.labels is not None
+    most = int(split.labels.max())
+    if most >= loaded.classes or split.shape != loaded.shape:
+        raise InputError(
+            f"{source}: its images have shape {split.shape} and classes up to {most}, but {loaded.name} has images of "
+            f"shape {loaded.shape} and {loaded.classes} classes"
+        )
+    return split
+
+
+def figures_of(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return accuracy, NLL and ECE of log-probabilities (N, C)."""
+    return {
+        "accuracy": metrics.accuracy(log_p.exp(), labels),
+        "nll": metrics.nll_from_log(log_p, labels),
+        "ece": metrics.ece(log_p.exp(), labels, bins),
+    }
+
+
+def _averaged(by_type: Mapping[str, list[Record]], source: str) -> Record:
+    every = [figures for severities in by_type.values() for figures in severities]
+    means = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
+    types = {name: {key: [one[key] for one in severities] for key in means} for name, severities in by_type.items()}
+    return {**means, "source": source, "by_type": types}

@@ -1,0 +1,276 @@
+"""One record a run: what was trained, on what, and how good it is. The schema of ``results/`` and of ``--json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from peerbayes import metrics
+from peerbayes.data.dataset import Dataset, load_outside
+from peerbayes.data.splits import Split
+from peerbayes.engine.devices import environment, pick_device
+from peerbayes.errors import InputError
+from peerbayes.inference.prediction import entropy_of
+from peerbayes.posteriors import storage
+from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.recipe import changes_of
+from peerbayes.reports.averaged import judge_averages
+from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
+from peerbayes.runs.run import Run, runs_below
+from peerbayes.terms.mutual import lessons
+
+Record = dict[str, Any]
+
+
+def evaluate(
+    run: Run | str | Path,
+    *,
+    draws: int | None = None,
+    settle: float | None = None,
+    out_of_distribution: str | Iterable[str] | None = None,
+    corrupted: str | Path | None = None,
+    averaged: bool = False,
+    data: Dataset | None = None,
+    device: str | torch.device = "auto",
+    root: str | Path | None = None,
+    trust: bool = False,
+) -> Record:
+    """Judge every peer of a finished run on its test split, and return the record.
+
+    Args:
+        run: a run or its folder.
+        draws: draws averaged; the recipe's by default.
+        settle: stop drawing for an image once its class is settled at this error level.
+        out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
+        corrupted: also judge on corrupted test images: ``"made"`` here, or a folder of the official CIFAR-C arrays.
+        averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
+            are and with batch-norm's statistics estimated anew on the training images.
+        data: the data set, where the run was given one in memory; by default it is loaded by name.
+        device: where to predict.
+        root: data root.
+        trust: allow what the recipe of a run folder names as ``package.module:name``.
+    """
+    run = run if isinstance(run, Run) else Run(run, trust=trust)
+    options, where = run.recipe.evaluation, pick_device(device)
+    draws = options.draws if draws is None else draws
+    if isinstance(out_of_distribution, str):
+        out_of_distribution = [out_of_distribution]
+    if data is not None and not isinstance(data, Dataset):
+        raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
+    outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
+    if data is not None:
+        run.refuse_strange(data, sizes=False)
+    loaded = run.data(root) if data is None else data
+    if corrupted is not None:
+        check_corrupted(loaded, str(corrupted))
+    foreign = {other: load_outside(other, loaded, root) for other in outside}
+    log_outside: dict[str, list[Tensor]] = {other: [] for other in outside}
+    peers, log_probabilities, expected, held = [], [], [], []
+
+    def predict(posterior: Posterior, peer: str, split: Split) -> Tensor:
+        return run.predict_split(peer, split, draws, where, posterior=posterior, settle=settle)[0]
+
+    def judge(log_p: Tensor, valid: Tensor | None) -> Record:
+        return _judge_mean(log_p, valid, loaded, options.ece_bins)
+
+    for name in run:
+        posterior = run[name].to(where)
+        found, log_p, disagreement, valid = _judge(posterior, name, run, loaded, draws, settle)
+        for other, split in foreign.items():
+            log_outside[other].append(predict(posterior, name, split))
+            found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
+        if averaged and posterior.members > 1:
+            found["averaged"] = judge_averages(
+                cast(Any, posterior), name, loaded, run.recipe.data.augment, predict, judge
+            )
+        peers.append(found)
+        log_probabilities.append(log_p)
+        expected.append(entropy_of(log_p) - disagreement)  # (1/S) Σ_s H[p_s]
+        held.append(valid)
+    record: Record = {
+        "recipe": run.recipe.name,
+        "dataset": loaded.name,
+        "network": ", ".join(dict.fromkeys(peer.network for peer in run.recipe.peers)),
+        "method": run.recipe.method,
+        "seed": run.seed,
+        "epochs": run.recipe.epochs,
+        "hardware": run.said("hardware"),
+        "versions": run.said("versions"),
+        **{key: run.about[key] for key in ("engine", "precision", "packed", "processes") if key in run.about},
+        "seconds": run.said("seconds"),
+        "settings": run.recipe.digest,
+        "settings_of_seed": run.recipe.digest_of_seed(run.seed),
+        "changed": changes_of(run.recipe),
+        "draws": draws,
+        "settle": settle,
+        "ece_bins": options.ece_bins,
+        "evaluated_on": environment(where)["hardware"],
+        "peers": peers,
+    }
+    mutual = [stage.terms["mutual"] for stage in run.recipe.stages if "mutual" in stage.terms]
+    if mutual:
+        record["alpha"] = mutual[-1]["alpha"]
+    if mutual and len(peers) > 1:
+        record["lessons"] = [lesson.__dict__ for lesson in lessons(mutual[-1], list(run))]
+        record["graph"] = mutual[-1]["graph"] if isinstance(mutual[-1]["graph"], str) else "edges"
+    if options.last_epochs:
+        record["last_epochs"] = _last_epochs(run, options.last_epochs)
+    if len(peers) > 1:
+        stacked = torch.stack(log_probabilities)
+        record["cohort"] = {
+            "pairwise_diversity": metrics.pairwise_diversity(stacked),
+            "disagreement_rate": metrics.disagreement_rate(stacked),
+            "probability_variance": metrics.probability_variance(stacked),
+        }
+        mean, validated = mean_of(stacked), [one for one in held if one is not None]
+        record["ensemble"] = judge(mean, mean_of(torch.stack(validated)) if validated else None)
+        disagreement = (entropy_of(mean) - torch.stack(expected).mean(0)).clamp_min(0)
+        record["ensemble"]["selective"] = _selective(mean, disagreement, _labels(loaded.test), options.retention)
+        for other, found_outside in log_outside.items():
+            outer = mean_of(torch.stack(found_outside))
+            record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(mean, outer)
+    if corrupted is not None:
+        posteriors = {name: run[name].to(where) for name in run}
+        bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)
+        for peer in peers:
+            peer["corrupted"] = bad[peer["name"]]
+        if None in bad:
+            record["ensemble"]["corrupted"] = bad[None]
+    return record
+
+
+def _last_epochs(run: Run, count: int) -> Record:
+    """Return the mean of the looks at the test split over the last epochs, by peer."""
+    metrics, epochs = run.metrics, run.recipe.epochs
+    count = min(count, epochs)
+    # Every epoch has the same number of steps; whole numbers, because a fraction of them is rounded.
+    lines = [line for line in metrics if line["step"] * epochs > metrics[-1]["step"] * (epochs - count)]
+    peers = {name: [line["peers"].get(name, {}) for line in lines] for name in run}
+    if len(lines) != count or any("test_nll" not in look for looks in peers.values() for look in looks):
+        raise InputError(f"{run.folder}: metrics.jsonl has no test figures of the last {count} epochs")
+    return {
+        "epochs": count,
+        "peers": {
+            name: {key: sum(look[f"test_{key}"] for look in looks) / len(looks) for key in ("accuracy", "nll")}
+            for name, looks in peers.items()
+        },
+    }
+
+
+def _judge(
+    posterior: Posterior, name: str, run: Run, loaded: Dataset, draws: int, settle: float | None
+) -> tuple[Record, Tensor, Tensor, Tensor | None]:
+    """Return a peer's figures, log p̄ and disagreement on the test split, and log p̄ on the validation split."""
+    options = run.recipe.evaluation
+    log_p, labels, disagreement, spent = run.predict_split(name, loaded.test, draws, posterior.device, settle=settle)
+    p = log_p.exp()
+    diagram = metrics.reliability(p, labels, options.ece_bins)
+    selective = _selective(log_p, disagreement, labels, options.retention)
+    found: Record = {
+        "name": name,
+        "bytes": run.weights_file(name).stat().st_size,
+        "accuracy": metrics.accuracy(p, labels),
+        "nll": metrics.nll_from_log(log_p, labels),
+        "ece": diagram.error,
+        "adaptive_ece": metrics.adaptive_ece(p, labels, options.ece_bins),
+        "brier": metrics.brier(p, labels),
+        # By disagreement, which a point posterior has not: by its entropy.
+        **selective["disagreement" if posterior.stochastic else "entropy"],
+        "selective": selective,
+        "disagreement": float(disagreement.mean()),
+        "draws_spent": float(spent.double().mean()),
+        "reliability": {
+            "count": diagram.count.tolist(),
+            "accuracy": plain(diagram.accuracy),
+            "confidence": plain(diagram.confidence),
+        },
+    }
+    if counts := posterior.counts():
+        found["codebook"] = counts
+        if (account := run.account(name)) is not None:
+            merged = account.merging.get("merged", 0)
+            found["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}
+    held: Tensor | None = None
+    if loaded.validation is not None:
+        held = run.predict_split(name, loaded.validation, draws, posterior.device, settle=settle)[0]
+        found |= _recalibrated(held, loaded.validation, log_p, labels, options.ece_bins)
+    if loaded.soft_labels is not None:
+        found["human_cross_entropy"] = metrics.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
+    return found, log_p, disagreement, held
+
+
+def _selective(log_p: Tensor, disagreement: Tensor, labels: Tensor, fractions: Sequence[float]) -> Record:
+    """Return the area under the risk-coverage curve and the accuracy of the images kept, by entropy and disagreement.
+
+    All images of a point posterior have a disagreement of 0. Ranked by that, any share has the accuracy of all images.
+
+    Args:
+        log_p: log p̄ (N, C).
+        disagreement: H[p̄] − (1/S) Σ_s H[p_s] (N,).
+        labels: (N,).
+        fractions: shares to keep.
+    """
+    correct = log_p.argmax(-1) == labels
+    rankings = {"entropy": entropy_of(log_p), "disagreement": disagreement}
+    return {
+        ranking: {
+            "aurc": metrics.aurc(unsure, correct),
+            "retention": dict(
+                zip(map(str, fractions), metrics.retention_curve(unsure, correct, fractions), strict=True)
+            ),
+        }
+        for ranking, unsure in rankings.items()
+    }
+
+
+def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
+    """Return the figures of log-probabilities (N, C) of the test split, with those of the validation split."""
+    labels = _labels(loaded.test)
+    found = figures_of(log_p, labels, bins)
+    if held is not None and loaded.validation is not None:
+        found |= _recalibrated(held, loaded.validation, log_p, labels, bins)
+    return found
+
+
+def _labels(split: Split) -> Tensor:
+    assert split.labels is not None
+    return split.labels
+
+
+def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return the figures after temperature scaling, with the temperature that is best on the validation split."""
+    temperature = metrics.fit_temperature(held, _labels(validation))
+    tempered = metrics.temper(log_p, temperature)
+    return {
+        "temperature": temperature,
+        "cnll": metrics.nll_from_log(tempered, labels),
+        "cece": metrics.ece(tempered.exp(), labels, bins),
+    }
+
+
+def plain(values: Tensor) -> list[float | None]:
+    """Return numbers for JSON, with None for NaN."""
+    return [None if value != value else value for value in values.tolist()]
+
+
+def write_record(path: Path, record: Record | list[Record]) -> None:
+    """Write a record (or several) as JSON, atomically."""
+    storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Return a run folder itself, or the run folders right below it: those of its seeds, if it is a run of several."""
+    folder = Path(folder)
+    if (folder / "recipe.toml").is_file():
+        return [folder]
+    below = runs_below(folder)
+    if not below:
+        raise InputError(
+            f"{folder}: neither a run folder nor a folder of runs (no recipe.toml in it or right below it)"
+        )
+    return below

@@ -1,0 +1,339 @@
+"""Tables with error bars: mean ± standard error over seeds, paired differences, and what they could have shown."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peerbayes.errors import InputError
+from peerbayes.metrics.spread import paired_difference, summarise
+from peerbayes.reports.groups import alpha_title
+from peerbayes.reports.records import Record
+
+TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
+FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
+CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
+CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
+RANKINGS = ("entropy", "disagreement")  # by which images are kept
+AVERAGED = "averaged"  # where figures of a peer's members as one network stand
+DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
+Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
+ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
+AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures, and the figures of their mean
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of."""
+
+    method: str
+    peer: str
+    seeds: int
+    cells: tuple[str, ...]
+    data: str
+
+
+def title(method: str) -> str:
+    """Return a method's name as the paper prints it."""
+    return TITLES.get(method, method)
+
+
+def label(record: Record) -> str:
+    """Return what tells a record's group apart: its method, with its data and network."""
+    return f"{record['dataset']} · {record['network']} · {title(record['method'])}"
+
+
+def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Group records that differ in the seed alone, in the order in which they come.
+
+    A run with other settings, or a second one of the same seed, begins a group of its own: ``Ours (2)``. Those of Rényi
+    divergences are told apart by the order: ``Rényi 1.5``, or ``Independent`` for order 0. Where records say in which
+    ``folder`` their runs are, groups of one title are told apart by that instead: ``Ours (mine)``.
+    """
+    groups: dict[str, list[Record]] = {}
+    alike: dict[str, dict[str, None]] = {}  # groups by title
+    for given in map(_with_order, records):
+        record, number = given, 1
+        while any(
+            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(_key(record), [])
+        ):
+            number += 1
+            record = {**given, "method": f"{title(given['method'])} ({number})"}
+        groups.setdefault(_key(record), []).append(record)
+        alike.setdefault(title(given["method"]), {})[_key(record)] = None
+    for name, keys in alike.items():
+        if len(keys) > 1 and all("folder" in record for key in keys for record in groups[key]):
+            for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
+                groups[key] = [{**record, "method": f"{name} ({place})"} for record in groups[key]]
+    return groups
+
+
+def _differ_by_seed_alone(one: Record, two: Record) -> bool:
+    """Whether two runs have one recipe, or start from runs of their own seeds each."""
+    own = one.get("settings_of_seed")
+    return one.get("settings") == two.get("settings") or (own is not None and own == two.get("settings_of_seed"))
+
+
+def _places(groups: Sequence[Sequence[Record]]) -> list[str]:
+    """Return the folder of each group's runs: by its name, or as it was given where names do not tell them apart."""
+
+    def home(record: Record) -> Path:
+        folder = Path(record["folder"])
+        return folder.parent if re.fullmatch(r"seed\d+", folder.name) else folder
+
+    ways: list[Callable[[Record], str]]
+    ways = [lambda r: home(r).resolve().name, lambda r: str(home(r)), lambda r: str(r["folder"])]
+    for way in ways:
+        ends = [dict.fromkeys((way(group[0]), way(group[-1]))) for group in groups]
+        found = [" … ".join(both) for both in ends]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def _with_order(record: Record) -> Record:
+    if record["method"] != "renyi" or "alpha" not in record:
+        return record
+    orders = [lesson["alpha"] for lesson in record.get("lessons", ())] or [record["alpha"]]
+    if len(record["peers"]) == 1 or all(order == 0 for order in orders):  # nobody to learn from, or nothing
+        return {**record, "method": "Independent"}
+    alike = all(order == orders[0] for order in orders)
+    return {**record, "method": f"Rényi {alpha_title(orders[0]) if alike else 'by edge'}"}
+
+
+def _key(record: Record) -> str:
+    return f"{record['recipe']}\0{label(record)}"
+
+
+def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for record in records:
+        chosen = [record["ensemble"]] if peer == ENSEMBLE else record["peers"]
+        values = [p[key] for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
+        found[record["seed"]] = sum(values) / len(values)
+    return found
+
+
+def only_corrupted(records: Sequence[Record]) -> list[Record]:
+    """Return the records that were judged on corrupted images, with the figures there in the place of the others."""
+    return _elsewhere(records, lambda judged: judged.get(CORRUPTED))
+
+
+def outside_names(records: Sequence[Record]) -> list[str]:
+    """Return the other data sets that any peer was judged against, in the order in which they come."""
+    return list(dict.fromkeys(name for r in records for peer in r["peers"] for name in peer.get(OUTSIDE, ())))
+
+
+def only_outside(records: Sequence[Record], other: str) -> list[Record]:
+    """Return the records that were judged against another data set, with those figures in the place of the others."""
+    return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
+
+
+def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the accuracy of the images kept by a ranking, by the share kept; None where it was not measured.
+
+    Records without ``selective`` have one ranking: a point's by entropy, and any other's by disagreement.
+    """
+    if "selective" in judged:
+        found: dict[str, float] = judged["selective"][ranking]["retention"]
+        return found
+    return judged.get("retention") if (judged.get("disagreement") == 0) == (ranking == "entropy") else None
+
+
+def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record], Columns]]:
+    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking."""
+    found: dict[str, tuple[list[Record], Columns]] = {}
+    for ranking in RANKINGS:
+        kept = _elsewhere(records, functools.partial(retention_by, ranking))
+        shares = [set(peer) - {"name"} for record in kept for peer in record["peers"]]
+        common = sorted(set.intersection(*shares), key=float) if shares else []
+        if common:
+            heading = f"accuracy (%) of the images of lowest {ranking}, by the share kept"
+            found[heading] = kept, {f"{100 * float(share):g} %": (share, 100.0) for share in common}
+    return found
+
+
+def averaged_ways(records: Sequence[Record]) -> list[str]:
+    """Return the ways in which the members of any peer were averaged, in the order in which they come."""
+    return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
+
+
+def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
+    """Return the records with members that were averaged, with the figures of that in the place of the others.
+
+    Peers without members are left out.
+    """
+    judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
+    with_members = [record for record in judged if record["peers"]]
+    return _elsewhere(with_members, lambda peer: peer.get(AVERAGED, {}).get(way))
+
+
+def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records with means over their last epochs, by a heading; those stand in the place of the figures."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if "last_epochs" in record:
+            epochs = record["last_epochs"]["epochs"]
+            peers = [{"name": name, **figures} for name, figures in record["last_epochs"]["peers"].items()]
+            rest = {key: value for key, value in record.items() if key != "ensemble"}
+            heading = f"the mean over the last {epochs} epochs" if epochs > 1 else "the last epoch"
+            found.setdefault(f"{heading}, on the test split", []).append(rest | {"peers": peers})
+    return found
+
+
+def sorted_peers(records: Sequence[Record]) -> list[Record]:
+    """Return the records with peers by rising accuracy on the test split instead of by name, each record by itself.
+
+    Means over the last epochs, and members as one network, are sorted by their own accuracies. A single peer keeps its
+    name.
+    """
+    return [_sorted_record(record) if len(record["peers"]) > 1 else record for record in records]
+
+
+def _sorted_record(record: Record) -> Record:
+    count = len(record["peers"])
+    names = ["worst", *(f"{place} of {count}" for place in range(2, count)), "best"]
+    peers = sorted(record["peers"], key=lambda peer: peer["accuracy"])
+    found = {**record, "peers": [{**peer, "name": name} for name, peer in zip(names, peers, strict=True)]}
+    if "last_epochs" in record:
+        last = sorted(record["last_epochs"]["peers"].values(), key=lambda peer: peer["accuracy"])
+        found["last_epochs"] = {**record["last_epochs"], "peers": dict(zip(names, last, strict=True))}
+    return found
+
+
+def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
+    found = []
+    for record in records:
+        if all(figures(peer) is not None for peer in record["peers"]):
+            peers = [{"name": peer["name"], **(figures(peer) or {})} for peer in record["peers"]]
+            whole = figures(record.get("ensemble", {}))
+            rest = {key: value for key, value in record.items() if key != "ensemble"}
+            found.append(rest | {"peers": peers} | ({} if whole is None else {"ensemble": whole}))
+    return found
+
+
+def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
+    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
+    found = []
+    for group in grouped(records).values():
+        names = [peer["name"] for peer in group[0]["peers"]]
+        more = [AVERAGE] if len(names) > 1 else []
+        more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
+        for peer in [*names, *more]:
+            cells = []
+            for key, scale in columns.values():
+                values = _values(group, peer, key)
+                cells.append(cell([value * scale for value in values.values()], scale))
+            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"]))
+    return found
+
+
+def cell(values: Sequence[float], scale: float) -> str:
+    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three."""
+    summary = summarise(values)
+    digits = 2 if scale == 100 else 3
+    text = f"{summary.mean:z.{digits}f}"
+    if summary.standard_error is not None:
+        text += f" ± {summary.standard_error:.{digits}f}"
+    return text
+
+
+def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[str]:
+    """Return a sentence for each method against the one before it, paired over the seeds they share.
+
+    Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+    """
+    found = []
+    for before, after, seeds in _compared(records):
+        parts = []
+        for name, (key, scale) in columns.items():
+            a, b = (
+                {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
+                for group in (after, before)
+            )
+            parts.append(f"{name} {paired_difference(a, b).describe(one_seed='')}")
+        names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
+        peers = ", average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
+        paired = f"paired over {seeds} seeds" if seeds > 1 else "1 seed"
+        found.append(f"{names}{peers}, {paired}: {'; '.join(parts)}")
+    return found
+
+
+def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
+    """Return the groups that follow one another and are of one data set, with how many seeds they share."""
+    found = []
+    for before, after in itertools.pairwise(grouped(records).values()):
+        shared = {r["seed"] for r in before} & {r["seed"] for r in after}
+        if shared and before[0]["dataset"] == after[0]["dataset"]:
+            found.append((before, after, len(shared)))
+    return found
+
+
+def has_lone_seed(records: Sequence[Record]) -> bool:
+    """Return whether any of the differences is that of one seed."""
+    return any(seeds == 1 for _, _, seeds in _compared(records))
+
+
+def text_table(
+    records: Sequence[Record], calibrated: bool = False, sort_peers: bool = False, retention: bool = False
+) -> str:
+    """Return the table and the differences as plain text.
+
+    Args:
+        records: what to show.
+        calibrated: add figures after temperature scaling.
+        sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
+        retention: add the accuracy of the images of lowest entropy, and of lowest disagreement.
+    """
+    merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
+    if sort_peers:
+        records, merged = sorted_peers(records), {way: sorted_peers(found) for way, found in merged.items()}
+    without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
+    if without:
+        raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
+    columns = FIGURES | (CALIBRATED if calibrated else {})
+    sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
+    for way, found in merged.items():
+        sections.append((f"members as one network, averaged by {way}:", found, columns))
+    for heading, last in last_headings(records).items():
+        sections.append((f"{heading}:", last, LAST))
+    for heading, (kept, shares) in retention_headings(records).items() if retention else ():
+        sections.append((f"{heading}:", kept, shares))
+    if bad := only_corrupted(records):
+        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
+    for other in outside_names(records):
+        sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
+    with_data = len({record["dataset"] for record in records}) > 1
+    text = [_section(*section, with_data) for section in sections]
+    return "\n\n".join(text + [ONE_SEED] * any(has_lone_seed(found) for _, found, _ in sections))
+
+
+def _section(heading: str, records: Sequence[Record], columns: Columns, with_data: bool) -> str:
+    lines = [("", *["data"] * with_data, "", *columns)]
+    previous = ("", "")
+    for row in rows(records, columns):
+        first = (row.method, row.data) != previous
+        names = [row.method, *[row.data] * with_data]
+        lines.append((*(name * first for name in names), row.peer, *row.cells))
+        previous = row.method, row.data
+    found = differences(records, {name: figure for name, figure in columns.items() if name not in CALIBRATED})
+    table = aligned(lines, left=2 + with_data)
+    return "\n".join([*([heading] if heading else []), *table, *([""] if found else []), *found])
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return rows of cells as lines of text with columns, the first ``left`` of them flush left."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

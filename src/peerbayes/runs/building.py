@@ -1,0 +1,170 @@
+"""What a run is made of when it begins: peers with the weights of their sources, and teachers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from pathlib import Path
+
+import torch
+
+from peerbayes import networks
+from peerbayes.data.dataset import Dataset
+from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
+from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
+from peerbayes.runs.plan import Node, folder_of, is_trained, only_weights
+from peerbayes.recipes.recipe import Recipe
+from peerbayes.runs.run import Run, peers_at, run_of
+from peerbayes.recipes.settings import Peer
+from peerbayes.engine.stages import seeded
+from peerbayes.engine.teachers import Teachers
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.base import Posterior
+from peerbayes.codebook.peer import blank_shared, shared_of
+
+
+def build_peer(
+    peer: Peer,
+    data: Dataset,
+    seed: int,
+    device: torch.device,
+    *,
+    start: Path | Posterior | None = None,
+    network: torch.nn.Module | None = None,
+    depth: int = 0,
+) -> Posterior:
+    """Build one peer's posterior.
+
+    Args:
+        peer: its settings.
+        data: what it learns.
+        seed: its network's initial weights are a function of (seed, peer, depth).
+        device: where it is.
+        start: weights file, or posterior, that it starts from. A codebook without one is a stand-in.
+        network: in the place of the one that the settings name.
+        depth: trainings that lie behind it.
+    """
+    inputs, kind = network_inputs(data), Posterior.of_kind(peer.posterior.kind)
+    options = peer.posterior.model_dump(exclude={"kind"})
+    if kind.made_of_posterior:
+        network = network if network is not None else networks.build(peer.network, inputs)
+        if start is None:
+            return blank_shared(network, options, seed, peer.name).to(device)
+        source_of = f"peer '{peer.name}'" + f": {start}" * isinstance(start, Path)
+        posterior = Posterior.load(start, network) if isinstance(start, Path) else start
+        with within(source_of):
+            return shared_of(_on(posterior, device), network, options, data.train, seed, peer.name)
+    source: torch.nn.Module | Path | None = start
+    if network is None:
+        with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
+            network = networks.build(peer.network, inputs)
+            if isinstance(start, Path):
+                source = networks.starting_point(peer.network, inputs, start)
+    try:
+        return kind(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
+    except OptionError as error:
+        raise InputError(f"peer '{peer.name}': posterior.{error}") from None
+
+
+def _on(posterior: Posterior, device: torch.device) -> Posterior:
+    """Return a posterior on a device; one that is elsewhere is copied."""
+    return posterior if posterior.device == device else copy.deepcopy(posterior).to(device)
+
+
+def build_peers(
+    node: Node, data: Dataset, device: torch.device, depth: int = 0, *, rehearse: bool = False
+) -> dict[str, Posterior]:
+    """Build all peers of a run; what they start from has been trained.
+
+    Args:
+        node: the run.
+        data: what they learn.
+        device: where they are.
+        depth: trainings that lie behind it.
+        rehearse: build stand-ins: of codebooks, and of peers that start from what is not trained yet.
+    """
+    if node.job.given.peers:
+        return _placed(node, data, device)
+    found = {}
+    for peer in node.recipe.peers:
+        stands_in = rehearse and Posterior.of_kind(peer.posterior.kind).made_of_posterior
+        start = None if stands_in else _start(node, peer, data, rehearse)
+        network = node.job.given.networks.get(peer.name)
+        found[peer.name] = build_peer(peer, data, node.seed, device, start=start, network=network, depth=depth)
+    return found
+
+
+def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Posterior]:
+    """Return the posteriors that were given, where they learn."""
+    for name, posterior in node.job.given.peers.items():
+        posterior.to(device)
+        posterior.seed, posterior.name, posterior.input_shape = node.seed, name, data.shape
+    return dict(node.job.given.peers)
+
+
+def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Posterior | None:
+    """Return what a peer starts from; refuse weights of other data."""
+    start = node.starts.get(peer.name)
+    if isinstance(start, Node):
+        if rehearse and not is_trained(start.folder):
+            return None
+        run = start.run()
+        if start.job.given.networks:
+            return run[next(iter(run))]
+        start = only_weights(run, peer)
+    if isinstance(start, Path):
+        refuse_other_words(start.parent, data)
+        _check_source(start.parent, node.recipe, data)
+    elif start is not None and (known := run_of(start)) is not None:
+        known.refuse_strange(data, sizes=False)
+    return start
+
+
+def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers | None:
+    """Load a run's teachers, and check that they fit the data; untrained ones stand in for those to be trained."""
+    chosen, found = node.recipe.teachers, list[Posterior]()
+    for source in node.teachers:
+        if isinstance(source, Posterior):
+            found.append(source.to(device))
+            continue
+        if isinstance(source, Node) and not is_trained(source.folder):
+            peers = build_peers(source, data, device, rehearse=True)
+            found += [peer for name, peer in peers.items() if chosen is None or chosen.has(name)]
+            continue
+        run, names = peers_at(folder_of(source) if isinstance(source, Node) else source)
+        run.refuse_strange(data, f"teacher {run.folder}")
+        _warn_of_known(run, node.recipe)
+        found += [run[name].to(device) for name in names if chosen is None or chosen.has(name)]
+    # Runs of given teachers, each once.
+    given = {one.provenance.run: one for one in node.teachers if isinstance(one, Posterior)}
+    for known in filter(None, map(run_of, given.values())):
+        known.refuse_strange(data, f"teacher {known.folder}", sizes=False)
+    draws = node.job.given.teacher_draws if chosen is None else chosen.draws
+    return Teachers(found, draws, node.seed) if found else None
+
+
+def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
+    """Refuse data that has changed since weights of a run have learnt it, and tell what they may know of it."""
+    run = None
+    with contextlib.suppress(InputError):  # weights may lie anywhere
+        run = Run(folder)
+    if run is None or run.recipe.data.name != recipe.data.name:
+        return
+    if all(getattr(run.recipe.data, key) == getattr(recipe.data, key) for key in ("size", "text")):
+        run.refuse_strange(loaded)
+    else:
+        run.refuse_renamed(loaded)
+    _warn_of_known(run, recipe)
+
+
+def _warn_of_known(run: Run, recipe: Recipe) -> None:
+    """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
+    own, theirs = recipe.data, run.recipe.data
+    if own.validation and theirs.name == own.name and theirs.validation != own.validation:
+        warnings.warn(
+            f"{run.folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may "
+            "have learnt validation images, which the best epoch and temperatures are chosen by",
+            PeerbayesWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,305 @@
+"""Execute plans: train what is missing, run by run, or side by side on a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerbayes import networks
+from peerbayes.data.dataset import Dataset, load_outside
+from peerbayes.data.vocabulary import Vocabulary
+from peerbayes.errors import InputError, OutOfMemory, TrainingError
+from peerbayes.runs.building import build_peers, build_teachers
+from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
+from peerbayes.runs.execution import How, in_parts, refuse_unknown
+from peerbayes.recipes.recipe_data import load_data
+from peerbayes.training.learner import Learner
+from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
+from peerbayes.training.reporters import Reporter
+from peerbayes.recipes.recipe import Recipe
+from peerbayes.runs.run import Run, peer_called, peers_at
+from peerbayes.runs.session import Session, train_wave
+from peerbayes.recipes.settings import Peer
+from peerbayes.posteriors.point import Point
+from peerbayes.posteriors.base import Posterior
+
+
+class Loaded:
+    """Data sets of recipes, each loaded once, so that packed runs share one copy on the device."""
+
+    def __init__(self, root: str | Path | None) -> None:
+        self.root = root
+        self._data_sets: dict[str, Dataset] = {}
+
+    def __call__(self, node: Node) -> Dataset:
+        """Return a run's data; with the vocabulary of the run in its folder, which goes on, if there is one."""
+        if node.job.given.data is not None:
+            return node.job.given.data
+        begun = (node.folder / "recipe.toml").is_file()
+        return self.of_recipe(node.recipe, node.run().vocabulary if begun else None)
+
+    def of(self, run: Run) -> Dataset:
+        """Return a trained run's data, with its vocabulary."""
+        data = self.of_recipe(run.recipe, run.vocabulary)
+        run.refuse_strange(data)
+        return data
+
+    def of_recipe(self, recipe: Recipe, vocabulary: Vocabulary | None = None) -> Dataset:
+        """Return a recipe's data; texts by a vocabulary, if one is given."""
+        key = recipe.data.model_dump_json(include=DATA_KEYS) + (vocabulary.digest if vocabulary is not None else "")
+        if key not in self._data_sets:
+            self._data_sets[key] = load_data(recipe, self.root, vocabulary)
+        return self._data_sets[key]
+
+
+def train_jobs(
+    jobs: Sequence[Job],
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    errors: dict[int, TrainingError] | None = None,
+    **how: Any,
+) -> list[Run]:
+    """Train jobs, on a GPU side by side; what their peers start from comes first, side by side too.
+
+    Args:
+        jobs: with a folder each.
+        resume: go on with interrupted runs.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
+            others have ended.
+        how: see `How`.
+    """
+    refuse_unknown(how, train_jobs)
+    return execute(resolve(jobs), How(**how), resume=resume, reporter=reporter, errors=errors)
+
+
+def execute(
+    plan: Plan,
+    how: How,
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    errors: dict[int, TrainingError] | None = None,
+) -> list[Run]:
+    """Train what a plan says, and return its targets' runs; arguments as in `train_jobs`.
+
+    Everything is checked before anything is written. What others need goes on where it was interrupted.
+    """
+    reporter = how.voice(reporter)
+    device, loaded = _device(plan, how), Loaded(how.root)
+    _check_folders(plan, resume)
+    for node in plan.targets:
+        if node.finished:
+            reporter.headline(f"{node.folder}: already finished")
+            _take_over(node, device)
+    _check_nodes(plan, loaded, device, how)
+    for node in plan.sources:
+        reporter.headline(f"{node.recipe.name}: training it first, into {node.folder}")
+    failed: dict[Path, TrainingError] = {}
+    for place, nodes in enumerate(plan.waves, start=1):
+        last = place == len(plan.waves)
+        failed = _train_packed(nodes, loaded, device, resume or not last, reporter, how)
+        for error in failed.values() if not last else ():
+            raise error
+    found = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+    if errors is not None:
+        errors.update(found)
+    for error in found.values() if errors is None else ():
+        raise error
+    return [node.run() for node in plan.targets]
+
+
+def dry_run(plan: Plan, how: How, *, resume: bool = False) -> list[dict[str, Any]]:
+    """Check a plan as `execute` does, and return what would be trained, a row a run in the order of training.
+
+    Args:
+        plan: as `resolve` returns it.
+        how: see `How`.
+        resume: whether folders may hold interrupted runs.
+
+    Returns:
+        rows of the recipe, the folder, the seed, peers with their networks, what they start from and learn from,
+        epochs, steps, and files.
+    """
+    device, loaded = _device(plan, how), Loaded(how.root)
+    _check_folders(plan, resume)
+    _check_nodes(plan, loaded, device, how, whole=True)
+    rows = []
+    for node in plan:
+        recipe, data = node.recipe, loaded(node)
+        names = ["recipe.toml", "run.json", "metrics.jsonl", *(f"weights-{p.name}.safetensors" for p in recipe.peers)]
+        rows.append({
+            "recipe": recipe.name,
+            "folder": str(node.folder),
+            "seed": node.seed,
+            "peers": {peer.name: peer.network for peer in recipe.peers},
+            "starts": {name: _told(start) for name, start in node.starts.items()},
+            "teachers": [_told(teacher) for teacher in node.teachers],
+            "data": data.name,
+            "epochs": recipe.epochs,
+            "steps": recipe.epochs * (len(data.train) // recipe.data.batch_size),
+            "files": [str(node.folder / name) for name in names],
+        })  # fmt: skip
+    return rows
+
+
+def _told(parent: Parent) -> str:
+    if isinstance(parent, Posterior):
+        return f"a {parent.kind} posterior"
+    return str(parent.folder if isinstance(parent, Node) else parent)
+
+
+def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loaded | None = None, **how: Any) -> None:
+    """Refuse jobs that could not be trained, without training them.
+
+    Args:
+        jobs: as `train_jobs` takes them.
+        resume: whether their folders may hold interrupted runs; None for not looking there.
+        loaded: data sets that are known already.
+        how: see `How`.
+    """
+    settings = How(**how)
+    known, device = loaded or Loaded(settings.root), settings.place()
+    for node in resolve(jobs).targets:
+        if resume is not None:
+            refuse_occupied(node.job, resume)
+        if not node.finished:
+            _rehearse(node, known(node), device, settings)
+
+
+def _device(plan: Plan, how: How) -> torch.device:
+    """Return where the plan is trained: posteriors that were given stay where they are, unless another is asked for."""
+    given = [
+        posterior
+        for node in plan.targets
+        for posterior in (*node.job.given.peers.values(), *node.starts.values())
+        if isinstance(posterior, Posterior)
+    ]
+    return given[0].device if given and how.device == "auto" else how.place()
+
+
+def _take_over(node: Node, device: torch.device) -> None:
+    """Give posteriors what a finished run of theirs has learnt, as if they had been trained just now."""
+    if not node.job.given.peers:
+        return
+    refuse_other_origins(node.folder, origins_of(node.job.given.peers, node.job.given.teachers))
+    run = node.run()
+    for name, posterior in node.job.given.peers.items():
+        posterior.to(device)
+        posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
+        posterior.seed, posterior.name, posterior.input_shape = node.seed, name, run[name].input_shape
+        posterior.provenance = run[name].provenance
+
+
+# ---- checks before anything is written -------------------------------------------------------------------------------
+
+
+def _check_folders(plan: Plan, resume: bool) -> None:
+    """Refuse folders that hold anything else, and finished runs that started from other weights than there are now."""
+    for node in plan.targets:
+        refuse_occupied(node.job, resume)
+    for node in plan.sources:
+        refuse_occupied(node.job, True)
+    # What a recipe makes again is told to whoever goes on with it; files and posteriors are somebody's choice.
+    nodes = [*plan.targets, *plan]
+    nodes += [one for node in nodes for one in node.parents if isinstance(one, Node)]
+    for node in dict.fromkeys(node for node in nodes if node.finished):
+        run = node.run()
+        for name, start in node.starts.items():
+            known = run.origins.get(peer_called(name))
+            if known is not None and known != _parent_digest(run, name, start):
+                raise InputError(other_weights(node.folder, peer_called(name)))
+
+
+def _made_of_posterior(peer: Peer) -> bool:
+    return Posterior.of_kind(peer.posterior.kind).made_of_posterior
+
+
+def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
+    """Return what a run would remember a peer's start by, as it is now."""
+    if isinstance(start, Node):
+        before = start.run()
+        start = before[next(iter(before))] if start.job.given.networks else before.weights_file(next(iter(before)))
+    peer = next(peer for peer in run.recipe.peers if peer.name == name)
+    if _made_of_posterior(peer):
+        if isinstance(start, Path):
+            before, (taken, *_) = peers_at(start)
+            start = before[taken]
+        return start.digest()
+    network = run.network(name)
+    if isinstance(start, Path):
+        inputs = run.network_inputs()
+        return Point(network, start_from=networks.starting_point(peer.network, inputs, start)).provenance.parent
+    return Point(network, start_from=start).provenance.parent
+
+
+def _check_nodes(plan: Plan, loaded: Loaded, device: torch.device, how: How, whole: bool = False) -> None:
+    """Refuse what is wrong with any run before the first is trained, which may take days.
+
+    A single run is not sent a batch here unless ``whole``: its learner does that before anything is written.
+    """
+    nodes = list(plan)
+    alone = not whole and len(plan.waves) == 1 and len(how.waves(nodes, device)) == 1
+    # A codebook is made of gradients, which data that do not fit can't give.
+    alone &= not any(_made_of_posterior(peer) for node in nodes for peer in node.recipe.peers)
+    for node in {node.recipe.digest: node for node in nodes}.values():  # seeds are alike
+        if alone:
+            check_outside(node.recipe, loaded(node), how.root)
+        else:
+            _rehearse(node, loaded(node), device, how)
+
+
+def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None:
+    """Send one small batch through every term of every stage of a run; what is not trained yet has a stand-in."""
+    check_outside(node.recipe, data, how.root)
+    teachers = build_teachers(node, data, device)
+    peers = build_peers(node, data, device, rehearse=True)
+    Learner(node.recipe, peers, data, node.seed, engine="eager", world=how.world, teachers=teachers).feed.close()
+
+
+def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:
+    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data."""
+    for name in recipe.evaluation.out_of_distribution:
+        try:
+            load_outside(name, data, root)
+        except InputError as error:
+            raise InputError(f"evaluation.out_of_distribution: {error}") from None
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def _train_packed(
+    nodes: Sequence[Node], loaded: Loaded, device: torch.device, resume: bool, reporter: Reporter, how: How
+) -> dict[Path, TrainingError]:
+    """Train runs side by side, fewer where memory is too small; return why some could not go on, by folder."""
+    errors: dict[Path, TrainingError] = {}
+    waves, begun = how.waves(nodes, device), set[Path]()
+    while waves:
+        wave, *waves = waves
+        sessions = []
+        for node in wave:
+            data = loaded(node)
+            voice = reporter if len(wave) == 1 else reporter.beside(node.folder.name)
+            teachers = build_teachers(node, data, device)
+            depth = lineage_depth(node)
+            peers = build_peers(node, data, device, depth)
+            goes_on = resume or node.folder in begun
+            sessions.append(Session(node.job, peers, data, goes_on, voice, how, len(wave), teachers, depth))
+        errors |= {wave[place].folder: error for place, error in train_wave(sessions, how.world).items()}
+        del sessions, teachers, peers
+        gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own
+        again = [node for node in wave if len(wave) > 1 and isinstance(errors.get(node.folder), OutOfMemory)]
+        if again:
+            size = len(wave) // 2
+            reporter.warn(f"the memory of {device} is too small for {len(wave)} runs side by side: from now on {size}")
+            begun |= {node.folder for node in again}
+            for node in again:
+                del errors[node.folder]
+            waves = in_parts([*again, *(node for later in waves for node in later)], size)
+    return errors

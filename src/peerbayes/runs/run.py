@@ -1,0 +1,428 @@
+"""A run: the folder that a recipe leaves behind, and the truth about it.
+
+recipe.toml              the complete recipe, defaults filled in
+run.json                 seed, device, versions, whether it is finished
+vocabulary.json          for texts: what made token numbers of them
+metrics.jsonl            a line an epoch
+checkpoint-*.safetensors the newest two
+weights-PEER.safetensors the trained posteriors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from peerbayes import networks
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.splits import Split
+from peerbayes.data.vocabulary import Vocabulary
+from peerbayes.errors import InputError, UnknownPeer, nearest, within
+from peerbayes.importing import allow, in_run, trusting
+from peerbayes.recipes.recipe_data import load_data, refuse_other_words
+from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.settings import CUSTOM
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.provenance import Provenance
+from peerbayes.inference.prediction import predict_split
+from peerbayes.posteriors import storage
+from peerbayes.schema import Strict, Table
+
+NAMED = 5  # runs that a sentence lists
+TAUGHT_BY = "the teachers"  # what a run remembers them by
+
+
+def peer_called(name: str) -> str:
+    """Return what a run remembers a peer by."""
+    return f"peer '{name}'"
+
+
+class _Inputs(Strict):
+    """What a network must know of the data; see `peerbayes.networks.Inputs`."""
+
+    classes: int
+    shape: list[int]
+    mean: list[float]
+    std: list[float]
+    tokens: int = 0
+    dimension: int = 0
+    padding: int = 0
+
+
+class _About(Table):
+    """What is looked for in run.json; hardware, versions and seconds come from finished runs alone."""
+
+    seed: int
+    generation: int = 0
+    finished: bool = False
+    inputs: _Inputs | None = None
+    class_names: list[str] | None = None
+    margin: float = 1.0
+    hardware: str = ""
+    versions: dict[str, str] = {}
+    seconds: float = 0.0
+
+
+class _PeerLine(Table):
+    """What an epoch was to a peer."""
+
+    terms: dict[str, float]
+    notes: dict[str, float]
+    gradient_share: dict[str, float] = {}
+    valid_accuracy: float | None = None
+    valid_nll: float | None = None
+    test_accuracy: float | None = None
+    test_nll: float | None = None
+
+    @model_validator(mode="after")
+    def _whole_looks(self) -> _PeerLine:
+        for split in ("valid", "test"):
+            accuracy, nll = getattr(self, f"{split}_accuracy"), getattr(self, f"{split}_nll")
+            if (accuracy is None) != (nll is None):
+                raise ValueError(f"expected {split}_accuracy and {split}_nll together")
+        return self
+
+
+class _Line(Table):
+    """A line of metrics.jsonl."""
+
+    stage: int
+    step: int
+    peers: dict[str, _PeerLine]
+
+
+class Account(Table):
+    """How a codebook was made, of what sharing.json says."""
+
+    components_at_first: int
+    merging: dict[str, Any] = {}
+
+
+class Run(Mapping[str, Posterior]):
+    """A run folder; its peers by name.
+
+    Args:
+        folder: the run folder.
+        networks_by_peer: networks that no recipe could build.
+        trust: allow what its recipe names as ``package.module:name``, in this process.
+    """
+
+    def __init__(
+        self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None, *, trust: bool = False
+    ) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "recipe.toml").is_file():
+            raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
+        self.recipe = read_recipe(self.folder, networks_by_peer or (), trust=trust)
+        self.about: dict[str, Any] = read_json(self.folder / "run.json")
+        _About.parse(self.about, str(self.folder / "run.json"))
+        if not isinstance(given := cast(Any, networks_by_peer), Mapping | None):
+            kind = type(given).__name__
+            raise InputError(f"networks is of type {kind}, expected networks by peer: {{'{next(iter(self))}': ...}}")
+        self._networks = networks_by_peer
+        self._loaded: dict[str, Posterior] = {}
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.about["seed"])
+
+    def said(self, key: str) -> Any:
+        """Return what run.json says under a key of finished runs."""
+        if key not in self.about:
+            raise InputError(f"{self.folder / 'run.json'}: '{key}' is missing")
+        return self.about[key]
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached its end."""
+        return bool(self.about.get("finished", False))
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Digests of what its peers started from and learn from, by `peer_called` and `TAUGHT_BY`, where known."""
+        return self.about.get("origins") or {}
+
+    def began_with(self, peer: str, source: Posterior) -> bool:
+        """Return whether a peer may have started from a posterior: whether it did, where that is known."""
+        return self.origins.get(peer_called(peer)) in (None, source.digest())
+
+    @property
+    def unfinished(self) -> str:
+        """What is said of a run that is not finished."""
+        return f"{self.folder}: the run is not finished; the command that began it goes on with it, with --resume"
+
+    def data(self, root: str | Path | None = None) -> Dataset:
+        """Load the data that the run has learnt; refuse what has other inputs or classes now."""
+        loaded = load_data(self.recipe, root, self.vocabulary)
+        self.refuse_strange(loaded)
+        return loaded
+
+    def refuse_strange(self, loaded: Dataset, who: str = "", sizes: bool = True) -> None:
+        """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt.
+
+        Without ``sizes`` images may be larger or smaller.
+        """
+        who, about = who or str(self.folder), self.about.get("inputs") or {}
+        if "classes" in about and about["classes"] != loaded.classes:
+            raise InputError(f"{who}: knows {about['classes']} classes, but {loaded.name} has {loaded.classes}")
+        self.refuse_renamed(loaded, who)
+        refuse_other_words(self.folder, loaded)
+        shape = tuple(about.get("shape", loaded.shape))
+        if shape != tuple(loaded.shape) and (sizes or (len(shape), shape[0]) != (len(loaded.shape), loaded.shape[0])):
+            raise InputError(f"{who}: takes inputs of shape {shape}, but {loaded.name} has {tuple(loaded.shape)}")
+
+    def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:
+        """Refuse data that numbers other classes than the peers have learnt; their names are not always known."""
+        pairs = enumerate(zip(self.about.get("class_names") or (), loaded.class_names or (), strict=False))
+        for number, (learnt, now) in pairs:
+            if learnt != now:
+                raise InputError(
+                    f"{who or self.folder}: has learnt class {number} as '{learnt}', but in {loaded.name} it is '{now}'"
+                )
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one at the end that a kill has cut short is left out."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                found.append(_parse_json(line, f"{path}, line {number}"))
+            except InputError:
+                if number == len(lines) and not line.endswith(b"\n"):
+                    break
+                raise
+            _Line.parse(found[-1], f"{path}, line {number}")
+        return found
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """What the run's texts were encoded with; None for images."""
+        path = self.folder / "vocabulary.json"
+        if not path.is_file() and (self.about.get("inputs") or {}).get("tokens"):
+            # One of another training split would give other numbers to the same words, and no error.
+            raise InputError(f"{path}: no such file; the run's texts can't be encoded as they were without it")
+        return Vocabulary.load(path) if path.is_file() else None
+
+    def weights_file(self, peer: str) -> Path:
+        """Where a trained peer lies."""
+        return self.folder / f"weights-{peer}.safetensors"
+
+    def account(self, peer: str) -> Account | None:
+        """Return how a peer's codebook was made; None where it was not made here."""
+        path = self.folder / "sharing.json"
+        told = read_json(path) if path.is_file() else {}
+        return Account.parse(told[peer], f"{path}: {peer}") if peer in told else None
+
+    def __getitem__(self, peer: str) -> Posterior:
+        if peer not in self._loaded:
+            if peer not in list(self):
+                raise UnknownPeer(f"{self.folder}: there is no peer '{peer}'{nearest(str(peer), list(self))}")
+            if not self.finished:
+                raise InputError(self.unfinished)
+            posterior = Posterior.load(path := self.weights_file(peer), self.network(peer))
+            expected = next(p.posterior.kind for p in self.recipe.peers if p.name == peer)
+            if posterior.kind != expected:
+                raise InputError(f"{path}: holds a {posterior.kind} posterior; the run's recipe has a {expected} one")
+            self._loaded[peer] = posterior
+            if self.about.get("inputs") is not None:
+                posterior.input_shape = tuple(self.about["inputs"]["shape"])
+            posterior.provenance = trained_into(self.folder, self.about.get("generation", 0))
+        return self._loaded[peer]
+
+    def predict_split(
+        self,
+        peer: str,
+        split: Split,
+        draws: int,
+        device: torch.device,
+        *,
+        posterior: Posterior | None = None,
+        settle: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predict a split with the draws of a peer; refuse predictions that are not numbers.
+
+        Args:
+            peer: its name.
+            split: what to predict.
+            draws: draws averaged.
+            device: where to predict.
+            posterior: another form of the peer, which predicts in its stead.
+            settle: stop drawing for an image once its class is settled at this error level.
+
+        Returns:
+            see `peerbayes.inference.prediction.predict_split`.
+        """
+        posterior = (self[peer] if posterior is None else posterior).to(device)
+        predicted = predict_split(posterior, split, draws, seed=self.seed, name=peer, settle=settle)
+        bad = int(predicted[0].isnan().any(1).sum())
+        if bad:
+            raise InputError(
+                f"{self.weights_file(peer)}: {bad} of {len(predicted[0])} predictions are not numbers (NaN); a weight, "
+                "a scale or a statistic of batch-norm is out of range"
+            )
+        return predicted
+
+    def network_inputs(self) -> networks.Inputs:
+        """Return what its networks know of the data."""
+        return networks.Inputs(**_tuples(self.said("inputs")))
+
+    def network(self, peer: str) -> nn.Module:
+        """Build a peer's network, with initial weights."""
+        if self._networks is not None:
+            if peer not in self._networks:
+                given = ", ".join(map(str, self._networks)) or "nobody"
+                raise InputError(f"{self.folder}: networks has none for peer '{peer}', but for {given}")
+            return self._networks[peer]
+        name = next(p.network for p in self.recipe.peers if p.name == peer)
+        if name == CUSTOM:
+            raise InputError(
+                f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "
+                f"peerbayes.load(folder, networks={{'{peer}': ...}})"
+            )
+        with in_run():
+            return networks.build(name, self.network_inputs())
+
+    def __repr__(self) -> str:
+        state = "" if self.finished else ", not finished"
+        return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{state})"
+
+    def __iter__(self) -> Iterator[str]:
+        return (peer.name for peer in self.recipe.peers)
+
+    def __len__(self) -> int:
+        return len(self.recipe.peers)
+
+
+def read_recipe(folder: Path, given: Container[str] = (), *, trust: bool = False) -> Recipe:
+    """Read the recipe of a run folder; refuse one that would import something, unless it is trusted.
+
+    Args:
+        folder: the run folder.
+        given: names of peers whose networks are not imported.
+        trust: allow what the recipe names as ``package.module:name``.
+    """
+    path = folder / "recipe.toml"
+    with trusting(trust), in_run():
+        recipe = load_recipe(path)
+        for peer in recipe.peers:
+            if ":" in peer.network and peer.name not in given:
+                with within(f"{path}: peer '{peer.name}'"):
+                    allow(peer.network, "network")
+    return recipe
+
+
+def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
+    """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
+    path = Path(path).expanduser()
+    if path.suffix == ".safetensors" and not path.exists():
+        raise InputError(f"{path}: there is no such file")
+    if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
+        raise InputError(f"{path}: not a weights file of a run (there is no recipe.toml beside it)")
+    run = Run(path.parent if path.suffix == ".safetensors" else path, trust=trust)
+    names = [name for name in run if path in (run.folder, run.weights_file(name))]
+    if not names:
+        raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
+    return run, names
+
+
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a process begins or ends a run."""
+    path = folder / "run.json"
+    return (path.stat().st_mtime_ns, path.stat().st_ino) if path.is_file() else None
+
+
+def trained_into(folder: Path, depth: int) -> Provenance:
+    """Return where the weights of a run's posteriors came from."""
+    return Provenance(depth=depth, run=folder.resolve(), mark=stamp(folder), state="trained")
+
+
+def run_of(posterior: Posterior) -> Run | None:
+    """Return the run that a posterior was loaded from, if it is still there and has not been made anew."""
+    folder = posterior.provenance.run
+    if folder is None or posterior.provenance.mark != stamp(folder):
+        return None
+    try:
+        return Run(folder)
+    except InputError:
+        return None
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
+    # What the seeds of a run started from lies beside them, and was not asked for.
+    found = [path.parent for path in folder.glob("*/recipe.toml")]
+    seeds = [path for path in found if re.fullmatch(r"seed\d+", path.name)]
+    return sorted(seeds or found, key=lambda run: (_by_number(run.name), run.name))
+
+
+def _why(folder: Path) -> str:
+    """Return why a folder is no run's, as the end of a sentence; runs in it are named."""
+    below = [str(run) for run in runs_below(folder)]
+    if not below:
+        return " (it has no recipe.toml)"
+    more = f" and {len(below) - NAMED} more" if below[NAMED:] else ""
+    return f", but one of runs; name them one by one: {', '.join(below[:NAMED])}{more}"
+
+
+def _by_number(name: str) -> list[str | float]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)  # words and numbers in turn
+    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
+
+
+def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None, *, trust: bool = False) -> Run:
+    """Open a run.
+
+    Args:
+        folder: the run folder.
+        networks: by peer; needed where they did not come from a recipe.
+        trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
+    """
+    return Run(folder, networks, trust=trust)
+
+
+def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
+    """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``."""
+    return runs / f"{slug(recipe_name)}-seed{seed}"
+
+
+def slug(recipe: str | Path) -> str:
+    """Return a folder's name for a recipe's name or file: its path from here, or its last part if it lies apart."""
+    path = Path(str(recipe).removesuffix(".toml"))
+    path = Path(os.path.relpath(path)) if path.is_absolute() else path
+    return "-".join(path.parts if ".." not in path.parts else path.parts[-1:])
+
+
+def write_text(path: Path, text: str) -> None:
+    storage.write_bytes(path, text.encode("utf-8"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _parse_json(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the run folder is not complete") from None
+
+
+def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise InputError(f"{origin}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{origin}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _tuples(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in inputs.items()}

@@ -1,0 +1,193 @@
+"""Run folders in training: what is read of them at the beginning, and written as training goes on and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from peerbayes.data.dataset import Dataset
+from peerbayes.errors import InputError, TrainingError
+from peerbayes.runs import checkpoints
+from peerbayes.engine.processes import World
+from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
+from peerbayes.engine.devices import environment
+from peerbayes.runs.execution import How
+from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.training.learner import Learner
+from peerbayes.runs.plan import Job
+from peerbayes.training.reporters import Reporter
+from peerbayes.recipes.recipe import Recipe, is_recipe
+from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, stamp, write_text
+from peerbayes.engine.teachers import Teachers
+from peerbayes.training.packing import run_together
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.provenance import Provenance
+
+
+class Session:
+    """A run folder in training; with many processes the first one writes."""
+
+    def __init__(
+        self,
+        job: Job,
+        peers: dict[str, Posterior],
+        loaded: Dataset,
+        resume: bool,
+        reporter: Reporter,
+        how: How,
+        packed: int = 1,
+        teachers: Teachers | None = None,
+        generation: int = 0,
+    ) -> None:
+        self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
+        self.world, self.folder = how.world, job.folder
+        self.generation = generation
+        self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
+        self.reporter = reporter
+        self.device = next(iter(peers.values())).device
+        options = how.learner_options(self.device)
+        self.precision = "float32" if options["autocast"] is None else "bfloat16"
+        self.log = MetricsLog(self.folder / "metrics.jsonl")
+        self.learner = Learner(
+            job.recipe,
+            peers,
+            loaded,
+            job.seed,
+            reporter=self.reporter,
+            save=self._save,
+            log=self.log.write if self.world.is_first else None,
+            teachers=teachers,
+            generation=generation,
+            **options,
+        )
+        self.found = stamp(self.folder) if resume else None
+        before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
+        newest = None if before is None else checkpoints.read_newest(self.folder)
+        if before is not None:
+            begun = [name for name, posterior in peers.items() if posterior.provenance.state == "training"]
+            if newest is None and begun:
+                raise InputError(f"cannot resume: the run was interrupted before its first checkpoint, and peer "
+                                 f"'{begun[0]}' has been trained since; make it anew, as it was")  # fmt: skip
+        if before is not None and newest is not None:
+            tensors, about, complaints = newest
+            for complaint in complaints:
+                self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
+            before.refuse_strange(loaded)
+            self._compare_origins(before.origins)
+            self.learner.restore(tensors, about)
+            so_far = before.about.get("precision", self.precision)
+            if so_far != self.precision:
+                self.reporter.warn(f"{self.folder}: was trained in {so_far} so far, and goes on in {self.precision}")
+
+    def _compare_origins(self, before: Mapping[str, str]) -> None:
+        """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
+        made_again = _made_by_recipes(self.job.recipe)
+        refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
+        for who, recipe in made_again.items():
+            if before.get(who, self.origins.get(who)) != self.origins.get(who):
+                later = "its peers learn from others from now on"
+                then = later if who == TAUGHT_BY else f"{who} began with what it was then"
+                self.reporter.warn(f"{self.folder}: {recipe} has been trained again since, and {then}")
+        self.origins |= before
+
+    def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        if self.world.is_first:
+            checkpoints.write(self.folder, about["position"]["step"], tensors, about)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder, and say what it will be."""
+        if not self.world.is_first:
+            yield
+            return
+        job, step = self.job, self.learner.position.step
+        for posterior in self.peers.values():
+            depth = posterior.provenance.depth
+            posterior.provenance = Provenance(posterior.provenance.parent, depth, state="training")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with lock(self.folder):
+            if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
+                raise InputError(f"{self.folder}: {OTHERS}")
+            for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                if is_of_a_run(stale.name):
+                    stale.unlink()
+            self.about = {
+                "seed": job.seed,
+                "generation": self.generation,
+                "origins": self.origins,
+                "finished": False,
+                "inputs": network_inputs(self.loaded).describe(),
+                **_described(self.loaded),
+                **environment(self.device),
+                "engine": self.learner.engine.name,
+                "precision": self.precision,
+                "packed": self.packed,
+                "processes": self.world.size,
+            }
+            self._describe()
+            if self.loaded.vocabulary is not None:
+                write_text(self.folder / "vocabulary.json", self.loaded.vocabulary.to_json())
+            accounts = {name: posterior.account for name, posterior in self.peers.items() if posterior.account}
+            if accounts and step == 0:
+                write_text(self.folder / "sharing.json", json.dumps(accounts, indent=1))
+            # The recipe comes last: a folder that has one has the rest.
+            write_text(self.folder / "recipe.toml", job.recipe.to_toml())
+            self.log.keep_until(step)
+            self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
+            yield
+
+    def finish(self) -> None:
+        """Write the trained posteriors."""
+        if not self.world.is_first:
+            return
+        self.learner.take_best()
+        for name, posterior in self.peers.items():
+            posterior.provenance = Provenance(depth=self.generation, state="trained")
+            # Nobody goes on from here; checkpoints hold what training needs.
+            posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
+        self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
+        self.about["engine"] = self.learner.engine.name
+        self._describe()
+
+    def _describe(self) -> None:
+        write_text(self.folder / "run.json", json.dumps(self.about, indent=1))
+
+
+def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
+    """Train sessions side by side; return the errors of those that could not go on, by place."""
+    for session in sessions:  # nobody writes before everybody has looked
+        if not world.same(session.learner.position.step):
+            raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.opened())
+        errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
+        world.barrier()  # what was written is there for all
+    return errors
+
+
+def _made_by_recipes(recipe: Recipe) -> dict[str, str]:
+    """Return whose parents are runs that recipes make, again where they are gone, as `origins_of` calls them."""
+    found = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
+    return found | ({TAUGHT_BY: taught[0]} if taught else {})
+
+
+def _described(loaded: Dataset) -> dict[str, Any]:
+    """Return what predictions of new files must know, beside the inputs' shape."""
+    found: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
+    margin = getattr(loaded.train, "margin", 1.0)
+    return found if margin == 1.0 else found | {"margin": margin}
+
+
+def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:
+    recipe = job.recipe
+    nets = ", ".join(dict.fromkeys(peer.network for peer in recipe.peers))
+    count = len(recipe.peers)
+    peers = f"{count} peer{'s' if count > 1 else ''}"
+    text = f"{recipe.title} · {loaded.name} · {peers} · {nets} · {where} · seed {job.seed}"
+    return f"{text} · going on at step {step}" if step else text

@@ -1,0 +1,1 @@
+"""The training loop: stages, validation, reporters, learners side by side."""

@@ -1,0 +1,293 @@
+"""The noise is what it claims to be: normal, uniform, independent between addresses, and never another meaning."""
+
+import hashlib
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from scipy import stats
+
+from peerbayes.data import AUGMENTATIONS, augment
+from peerbayes.engine.step_parts import prepare_images
+from peerbayes.errors import InputError
+from peerbayes.math import noise
+from peerbayes.math.noise import Address, bits, integers, normal, normal_from, permutation, start, stream_key, uniform
+
+COUNT = 100_000
+HERE = Address(seed=7, owner="peer-1", stream="step", number=123)
+NEIGHBOURS = {
+    "number": HERE.at(124),
+    "seed": Address(8, "peer-1", "step", 123),
+    "owner": Address(7, "peer-2", "step", 123),
+    "stream": Address(7, "peer-1", "draw", 123),
+    "sub": HERE.sub("mask"),
+}
+
+
+def splitmix(address: Address, index: int) -> int:
+    """The documented formula in Python integers, as a signed 64-bit number."""
+    mask, gamma = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    text = f"{address.seed}\0{address.owner}\0{address.stream}".encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    z = mix((mix((key + address.number * gamma) & mask) + index * gamma) & mask)
+    return z - (1 << 64) if z >> 63 else z
+
+
+def test_golden_values_pin_the_meaning_of_an_address():
+    assert bits(HERE, 4).tolist() == [
+        -2459508342071916134,
+        -8327330564677956956,
+        6947633008239318513,
+        8766369074627473244,
+    ]
+    assert bits(HERE.sub("mask"), 1).tolist() == [1085552507222062989]
+    assert permutation(HERE, 8).tolist() == [4, 1, 5, 0, 7, 6, 2, 3]
+    assert integers(HERE, 1000, 5).tolist() == [866, 548, 376, 475, 533]
+    expected = torch.tensor([-0.33229437, -0.28923115, -0.41925520, -1.05698133])
+    torch.testing.assert_close(normal(HERE, 4), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(uniform(HERE, 3), torch.tensor([0.86666983, 0.54857451, 0.37663192]))
+
+
+@pytest.mark.parametrize("address", [HERE, HERE.at(0), HERE.at(-5), HERE.at(2**62), *NEIGHBOURS.values()])
+def test_bits_follow_the_documented_formula(address):
+    assert bits(address, 20).tolist() == [splitmix(address, index) for index in range(20)]
+
+
+def test_uniform_takes_the_middle_of_the_top_23_bits():
+    expected = [((splitmix(HERE, index) % 2**64 >> 41) + 0.5) * 2.0**-23 for index in range(20)]
+    assert uniform(HERE, 20).tolist() == expected
+
+
+@pytest.mark.parametrize("number", [0, 1, 123, 2**40, -1])
+def test_integer_and_tensor_numbers_agree_exactly(number):
+    for tensor in (torch.tensor(number), torch.tensor([number])):
+        assert torch.equal(bits(HERE.at(number), 100), bits(HERE.at(tensor), 100))
+        assert torch.equal(normal(HERE.at(number), 101), normal(HERE.at(tensor), 101))
+        assert tensor.item() == number  # the caller's counter is left alone
+
+
+def test_a_tensor_number_decides_the_device():
+    number = torch.zeros((), dtype=torch.int64, device="meta")
+    assert bits(HERE.at(number), 3).device.type == "meta"
+    assert bits(HERE.at(torch.tensor(123)), 3, device="meta").device.type == "meta"
+
+
+def test_moments_of_the_normal():
+    # Standard errors of mean, variance, skewness and kurtosis of n normal numbers; five of them are allowed.
+    x = normal(HERE, 10 * COUNT).double().numpy()
+    n = len(x)
+    assert abs(x.mean()) < 5 / math.sqrt(n)
+    assert abs(x.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs(stats.skew(x)) < 5 * math.sqrt(6 / n)
+    assert abs(stats.kurtosis(x)) < 5 * math.sqrt(24 / n)
+
+
+def test_normal_matches_scipy_including_tails():
+    x = normal(HERE, 10 * COUNT).double().numpy()
+    assert stats.kstest(x, "norm").pvalue > 1e-3
+    for bound in (2.0, 3.0, 4.0):
+        expected = 2 * stats.norm.sf(bound) * len(x)
+        assert abs((np.abs(x) > bound).sum() - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_normal_of_any_count(count):
+    x = normal(HERE, count)
+    assert x.shape == (count,)
+    assert len(set(x.tolist())) == count
+
+
+def test_the_two_numbers_of_one_pattern_are_independent():
+    # Box-Muller pairs share their radius: their squares would betray a wrong angle or radius.
+    x = normal(HERE, 2 * COUNT).double().numpy()
+    first, second = x[:COUNT], x[COUNT:]
+    for a, b in ((first, second), (first**2, second**2), (first, second**2), (np.abs(first), np.abs(second))):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(COUNT)
+
+
+def test_uniform_matches_scipy_and_excludes_the_ends():
+    x = uniform(HERE, 10 * COUNT)
+    assert x.dtype == torch.float32
+    assert stats.kstest(x.double().numpy(), "uniform").pvalue > 1e-3
+    assert x.min() > 0
+    assert x.max() < 1
+    assert abs(x.double().mean() - 0.5) < 5 * math.sqrt(1 / 12 / len(x))
+    assert abs(x.double().var() - 1 / 12) < 5 * math.sqrt(1 / 180 / len(x))
+
+
+@pytest.mark.parametrize("what", NEIGHBOURS)
+@pytest.mark.parametrize("make", [normal, uniform])
+def test_neighbouring_addresses_are_uncorrelated(make, what):
+    here, there = (make(a, COUNT).double().numpy() for a in (HERE, NEIGHBOURS[what]))
+    for shift in (0, 1, 17):
+        a, b = here[shift:], there[: COUNT - shift]
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(len(a))
+        assert abs(np.corrcoef(a**2, b**2)[0, 1]) < 5 / math.sqrt(len(a))
+
+
+def test_one_element_over_consecutive_numbers_is_uniform_and_uncorrelated():
+    # What one weight sees during training: element 5 at steps 0, 1, 2, ...
+    x = np.array([uniform(HERE.at(step), 6)[5].item() for step in range(5_000)])
+    assert stats.kstest(x, "uniform").pvalue > 1e-3
+    for lag in (1, 2, 3):
+        assert abs(np.corrcoef(x[lag:], x[:-lag])[0, 1]) < 5 / math.sqrt(len(x))
+
+
+def test_every_bit_is_fair():
+    z = bits(HERE, COUNT)
+    ones = torch.stack([(z >> position & 1).sum() for position in range(64)]).double()
+    assert (ones - COUNT / 2).abs().max() < 5 * math.sqrt(COUNT / 4)
+
+
+def test_no_collisions_over_many_addresses():
+    # 64-bit patterns: 2 million of them collide with probability 1e-7 if they are random.
+    addresses = [
+        Address(seed, owner, stream, number)
+        for seed in range(5)
+        for owner in ("peer-0", "peer-1", "data", "")
+        for stream in ("step", "draw", "order", "step/mask", "")
+        for number in range(-5, 15)
+    ]
+    everything = torch.cat([bits(address, 1_000) for address in addresses])
+    assert everything.unique().numel() == everything.numel() == 2_000_000
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 1_000])
+def test_permutation_is_a_permutation(count):
+    assert permutation(HERE, count).sort().values.tolist() == list(range(count))
+
+
+def test_permutation_is_uniform_over_positions_and_orders():
+    orders = torch.stack([permutation(HERE.at(epoch), 6) for epoch in range(6_000)])
+    for position in range(6):
+        assert stats.chisquare(orders[:, position].bincount(minlength=6).numpy()).pvalue > 1e-3
+    codes = orders[:, :3] @ torch.tensor([36, 6, 1])
+    counts = codes.unique(return_counts=True)[1].numpy()
+    assert len(counts) == 6 * 5 * 4
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("high", [1, 2, 10, 1_000])
+def test_integers_are_in_range_and_uniform(high):
+    counts = integers(HERE, high, COUNT).bincount(minlength=high)
+    assert len(counts) == high
+    if high > 1:
+        assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+def test_integers_up_to_the_largest_range():
+    x = integers(HERE, 2**31, COUNT)
+    assert x.min() >= 0
+    assert x.max() < 2**31
+    assert stats.kstest(x.double().numpy() / 2**31, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("high", [0, -3, 2**31 + 1])
+def test_integers_reject_an_impossible_range(high):
+    with pytest.raises(InputError, match=f"high is {high}: expected 1 to"):
+        integers(HERE, high, 4)
+
+
+# ---- parts of a whole -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=some.integers(0, 2**31),
+    number=some.integers(-5, 2**40),
+    first=some.integers(0, 40),
+    count=some.integers(0, 40),
+    high=some.integers(1, 2**31),
+)
+def test_a_part_from_first_on_is_that_part_of_the_whole(seed, number, first, count, high):
+    address, end = Address(seed, "data", "augment", number), first + count
+    assert torch.equal(bits(address, count, first=first), bits(address, end)[first:])
+    assert torch.equal(uniform(address, count, first=first), uniform(address, end)[first:])
+    assert torch.equal(integers(address, high, count, first=first), integers(address, high, end)[first:])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+def test_augmented_parts_of_a_batch_are_parts_of_the_augmented_batch(name, dtype):
+    torch.manual_seed(0)
+    whole = torch.randint(0, 256, (11, 3, 8, 9), dtype=torch.uint8).to(dtype)
+    names = list(AUGMENTATIONS) if name == "all" else [name]
+    together = augment(whole, names, HERE)
+    assert not torch.equal(together, whole)
+    for first, end in ((0, 4), (4, 11), (10, 11)):
+        part = augment(whole[first:end], names, HERE, first)
+        torch.testing.assert_close(part, together[first:end], rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
+    assert not torch.equal(augment(whole[4:], names, HERE), together[4:])
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+def compiled(function, real=True):
+    """By inductor where there is a compiler of C++, and otherwise traced only."""
+    torch.compiler.assume_constant_result(stream_key)  # as the engine does: hashing can't be traced
+    backend = "inductor" if real and shutil.which("g++") else "aot_eager"
+    return torch.compile(function, dynamic=False, backend=backend)
+
+
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch):
+    """No preparations that only pay in the long run; nothing is left behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config = pytest.importorskip("torch._inductor.config")
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1, "compile_threads": 1}):
+        yield
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own parts
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_noise_is_the_same():
+    def both(number):
+        address = Address(7, "peer-1", "step", number)
+        return bits(address, 301, first=5), normal_from(start(address), 301)
+
+    made = compiled(both)
+    for number in (0, 1, 2, 1000, 2**33 + 1):
+        patterns, numbers = made(torch.tensor(number))
+        assert torch.equal(patterns, bits(HERE.at(number), 301, first=5))
+        assert torch.equal(normal_from(start(HERE.at(number)), 301), normal(HERE.at(number), 301))
+        # The integers are the same to the last bit; that of a logarithm or a cosine is the compiler's.
+        torch.testing.assert_close(numbers, normal(HERE.at(number), 301), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("names", [["crop", "flip"], ["reflect_crop"], ["rotate"]], ids="+".join)
+def test_compiled_augmentation_is_the_same(names):
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (6, 3, 9, 8), dtype=torch.uint8)
+    made = compiled(prepare_images, real=False)
+    for seed, number in ((3, 0), (3, 1), (3, 12345), (4, 1)):
+        found = made(images, names, seed, "data", torch.tensor(number), 2)
+        eager = prepare_images(images, names, seed, "data", number, 2)
+        # Angles may round differently, and a pixel with them.
+        torch.testing.assert_close(found, eager, rtol=0, atol=1.01 / 255 if names == ["rotate"] else 0.0)
+        assert torch.equal(eager, prepare_images(images, names, seed, "data", torch.tensor(number), 2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 399, 400, 401])
+def test_normal_numbers_do_not_depend_on_the_pieces_they_are_made_in(count, monkeypatch):
+    address = Address(3, "peer", "draw", 9)
+    whole = normal(address, count)
+    monkeypatch.setattr(noise, "PIECE", 37)
+    assert torch.equal(normal(address, count), whole)
+    again, half = torch.full((count + 1,), torch.nan), (count + 1) // 2
+    for first, last, one, other in noise.normal_pieces(noise.start(address), count):
+        again[first:last] = one
+        again[half + first : half + last] = other[: count + 1 - half - first]
+    assert torch.equal(again[:count], whole)
