@@ -445,7 +445,7 @@ def test_grey_images_are_corrupted_too(trained):
         every = [value for figures in peer["corrupted"]["by_type"].values() for value in figures["nll"]]
         assert len(every) == 75
         assert peer["corrupted"]["nll"] == pytest.approx(sum(every) / 75)
-        assert len(set(every)) > 65  # a disc of a quarter of a pixel blurs nothing
+        assert len(set(every)) > 60  # in 8 pixels a slight blur is none, and some severities are as many boxes
 
 
 def test_corrupted_images_that_are_not_there_are_told_before_anything_is_judged(trained, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Filters of images (N, C, H, W) on their own device: blurs, and values between pixels."""
+"""Filters of images (N, C, H, W) on their own device: blurs, edges, and values between pixels."""
 
 from __future__ import annotations
 
@@ -9,40 +9,92 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve each channel with (h, w), odd, the border repeated."""
+def convolved(x: Tensor, kernel: Tensor, border: str = "replicate") -> Tensor:
+    """Convolve each channel with (h, w), odd; the border repeated ("replicate") or mirrored ("reflect")."""
     rows, columns = kernel.shape
-    padded = F.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2), mode="replicate")
+    padded = F.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2), mode=border)
     return F.conv2d(padded, kernel.expand(x.shape[1], 1, rows, columns), groups=x.shape[1])
 
 
-def blurred(x: Tensor, sigma: float) -> Tensor:
-    """Gaussian filter, cut off at 4σ, the border repeated."""
-    radius = int(4 * sigma + 0.5)
+def blurred(x: Tensor, sigma: float, truncate: float = 4.0, border: str = "nearest") -> Tensor:
+    """Gaussian filter, cut off at ``truncate`` σ; beyond the border the nearest pixel ("nearest"), or a mirror."""
+    radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return x
     weights = torch.exp(-torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype).square() / (2 * sigma**2))
     weights = weights / weights.sum()
-    return convolved(convolved(x, weights[None, :]), weights[:, None])
+    for axis, kernel in ((2, weights[:, None]), (3, weights[None, :])):
+        size = x.shape[axis]
+        near = torch.arange(-radius, size + radius, device=x.device)
+        if border == "mirror":  # c b a | a b c | c b a, as often as it takes
+            near = near.remainder(2 * size)
+            near = torch.minimum(near, 2 * size - 1 - near)
+        x = x.index_select(axis, near.clamp(0, size - 1))
+        x = F.conv2d(x, kernel.expand(x.shape[1], 1, *kernel.shape), groups=x.shape[1])
+    return x
 
 
-def sampled(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bilinear values at pixel coordinates that broadcast to (N, H, W), the border repeated."""
+def sampled(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") -> Tensor:
+    """Bilinear values at pixel coordinates that broadcast to (N, H, W); the border repeated, or "reflection"."""
     height, width = x.shape[-2:]
     shape = (len(x), height, width)
     grid = torch.stack([((2 * columns + 1) / width - 1).expand(shape), ((2 * rows + 1) / height - 1).expand(shape)], -1)
-    return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode=border, align_corners=False)
 
 
 def streaked(x: Tensor, angle: Tensor, sigma: float, reach: int) -> Tensor:
-    """Blur along a line of the given angle (N,), to one side: weights exp(−k²/(2σ²)), k = 0 … reach − 1."""
+    """Blur along a line of whole pixels at an angle (N,), to one side: weights exp(−k²/(2σ²)), k = 0 … reach − 1."""
     rows, columns = places(x)
     weights = [math.exp(-((k / sigma) ** 2) / 2) for k in range(reach)]
     sin, cos = angle.sin()[:, None, None], angle.cos()[:, None, None]
     total = torch.zeros_like(x)
     for k, weight in enumerate(weights):
-        total += weight * sampled(x, rows + k * sin, columns + k * cos)
+        total += weight * sampled(x, rows + (k * sin - 0.5).ceil(), columns + (k * cos - 0.5).ceil())
     return total / sum(weights)
+
+
+def zoomed(x: Tensor, factor: float) -> Tensor:
+    """Enlarge the middle, cut out in whole pixels, until its corners come to lie on or beyond the image's."""
+
+    def at(size: int, place: Tensor) -> Tensor:
+        part = math.ceil(size / factor)
+        full = math.floor(part * factor + 0.5)  # pixels that it is enlarged to, of which those in the middle are kept
+        return (size - part) // 2 + (place + (full - size) // 2) * ((part - 1) / (full - 1))
+
+    rows, columns = places(x)
+    return sampled(x, at(x.shape[-2], rows), at(x.shape[-1], columns))
+
+
+def edges(x: Tensor, least: float) -> Tensor:
+    """Return where Sobel's gradient (L1) exceeds ``least`` and its neighbours along it, (N, 1, H, W): Canny's edges."""
+    slope = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]], device=x.device)
+    right, down = convolved(x, slope), convolved(x, slope.T)
+    steep = right.abs() + down.abs()
+    height, width = x.shape[-2:]
+    around = F.pad(steep, (1, 1, 1, 1))
+
+    def beside(rows: int, columns: int) -> Tensor:
+        return around[..., 1 + rows : 1 + rows + height, 1 + columns : 1 + columns + width]
+
+    level = down.abs() < math.tan(math.pi / 8) * right.abs()
+    upright = right.abs() < math.tan(math.pi / 8) * down.abs()
+    along = (steep > beside(0, -1)) & (steep >= beside(0, 1))
+    across = (steep > beside(-1, 0)) & (steep >= beside(1, 0))
+    falling = (steep > beside(-1, -1)) & (steep > beside(1, 1))
+    rising = (steep > beside(-1, 1)) & (steep > beside(1, -1))
+    slanted = torch.where((right < 0) != (down < 0), rising, falling)
+    return (steep > least) & torch.where(level, along, torch.where(upright, across, slanted))
+
+
+def distances(marked: Tensor, most: int) -> Tensor:
+    """Return the distance of each pixel to the nearest marked one, in pixels, at most ``most``."""
+    squares = torch.where(marked, 0.0, float(most**2))
+    for axis in (2, 3):
+        size = squares.shape[axis]
+        padded = F.pad(squares, (0, 0, most, most) if axis == 2 else (most, most), value=float(most**2))
+        for k in range(-most, most + 1):
+            squares = torch.minimum(squares, padded.narrow(axis, most + k, size) + k**2)
+    return squares.sqrt()
 
 
 def enlarged(x: Tensor, height: int, width: int) -> Tensor:
