@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from members import Every, close, every, images
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
+from members import Every, close, every, images
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
 from peerbayes.networks import Inputs
