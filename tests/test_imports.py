@@ -66,6 +66,59 @@ def test_help_loads_nothing_heavy():
     assert out.strip().endswith("loaded []")
 
 
+def test_predictions_and_records_draw_nothing():
+    code = (
+        "import peerbayes, peerbayes.reports.predicting, peerbayes.reports.records; peerbayes.evaluate; peerbayes.load"
+    )
+    done = run(f"import sys\n{code}\nprint([m for m in ('matplotlib', 'jinja2') if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_old_names_of_rooms_work_and_say_where_they_are_now():
+    code = """
+import warnings
+warnings.simplefilter("error")
+import peerbayes
+from peerbayes.posteriors import Shared, predict
+for line in ("from peerbayes.learning import fit", "from peerbayes.noise import bits", "peerbayes.evaluation.nll",
+             "from peerbayes.sharing import kmeans", "import peerbayes.reporting; peerbayes.reporting.text_table"):
+    try:
+        exec(line)
+    except DeprecationWarning as warning:
+        print(warning)
+warnings.simplefilter("ignore")
+from peerbayes.learning import fit, Reporter
+assert fit is peerbayes.fit and Reporter is peerbayes.Reporter
+try:
+    from peerbayes.learning import nothing
+except ImportError:
+    print("no")
+"""
+    assert run(code).stdout.splitlines() == [
+        "peerbayes.learning.fit is now peerbayes.fit",
+        "peerbayes.noise.bits is now peerbayes.math.noise.bits",
+        "peerbayes.evaluation.nll is now peerbayes.metrics.scores.nll",
+        "peerbayes.sharing.kmeans is now peerbayes.codebook.clustering.kmeans",
+        "peerbayes.reporting.text_table is now peerbayes.reports.tables.text_table",
+        "no",
+    ]
+
+
+def test_every_old_name_is_somewhere():
+    code = """
+import warnings
+warnings.simplefilter("ignore")
+import peerbayes
+from peerbayes.moved import _ROOMS
+for room, homes in _ROOMS.items():
+    for names in homes.values():
+        for name in names.split():
+            getattr(getattr(peerbayes, room), name)
+print("all")
+"""
+    assert run(code).stdout == "all\n"
+
+
 def test_the_probe_notices_torch():
     assert "'torch'" in heavy_after("import peerbayes; peerbayes.MeanField")
 

@@ -15,7 +15,8 @@ from peerbayes.posteriors.storage import write_bytes
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports.figures import png, reliability_figure, retention_figure
 from peerbayes.reports.page import report_page
-from peerbayes.reports.records import Record, evaluate, write_record
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import evaluate, write_record
 from peerbayes.runs.run import Run, default_folder
 from peerbayes.training.reporters import Reporter
 

@@ -22,7 +22,7 @@ from peerbayes.papers.renyi import alphas, curves
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.reports import knowledge_graph as graph
-from peerbayes.reports.groups import alpha_title
+from peerbayes.reports.record import alpha_title
 from peerbayes.runs.run import Run
 from peerbayes.terms.mutual import lessons
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from peerbayes.reports.records import Record
+    from peerbayes.reports.record import Record
     from peerbayes.runs.executor import Loaded
     from peerbayes.runs.run import Run
     from peerbayes.training.reporters import Reporter

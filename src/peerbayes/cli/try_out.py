@@ -13,7 +13,7 @@ from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
 from peerbayes.cli.showing import reporter, show
 
 if TYPE_CHECKING:
-    from peerbayes.reports.records import Record
+    from peerbayes.reports.record import Record
 
 BENCH_UNITS = {
     "_ms": "ms",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from peerbayes import data
+from peerbayes.data.splits import Split, order
+from peerbayes.data.transforms.augment import augment as augmented
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.network_state import evaluating
@@ -18,7 +19,7 @@ from peerbayes.posteriors.prepare import prepared
 
 @torch.no_grad()
 def recalibrate(
-    network: nn.Module, batches: data.Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
+    network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
 ) -> nn.Module:
     """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
 
@@ -41,7 +42,7 @@ def recalibrate(
     if not isinstance(batches, Iterable):
         split = batches
         # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
-        mixed = data.order(len(split), Address(0, "data", "recalibrate"))
+        mixed = order(len(split), Address(0, "data", "recalibrate"))
         batches = (split.batch(part, device) for part in mixed.split(batch_size))
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
@@ -54,7 +55,7 @@ def recalibrate(
         try:
             for number, batch in enumerate(batches):
                 images = (batch if isinstance(batch, Tensor) else batch[0]).to(device)
-                network(prepared(data.augment(images, augment, Address(0, "data", "recalibrate", number))))
+                network(prepared(augmented(images, augment, Address(0, "data", "recalibrate", number))))
                 done = True
             if not done:
                 raise InputError("there are no batches to recalibrate with")

@@ -18,7 +18,7 @@ from peerbayes.papers.renyi import alphas, curves
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import storage
 from peerbayes.reports import weights
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
 MEASURED = ("flatness", "line", "perturbations", "confidence", "entropy", "bytes", "pipeline")

@@ -21,7 +21,8 @@ from peerbayes.metrics.spread import Summary, summarise
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import TeacherOptions
 from peerbayes.reports.figures import COLOURS, panels
-from peerbayes.reports.records import Record, evaluate, find_runs
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import evaluate, find_runs
 from peerbayes.reports.tables import ENSEMBLE, aligned
 from peerbayes.runs.plan import Node, Parent, parents_of
 from peerbayes.runs.run import Run, peers_at

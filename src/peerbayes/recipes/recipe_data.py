@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from peerbayes import data as data_room
 from peerbayes import networks
-from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import Dataset, load
 from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import Recipe
@@ -23,7 +22,7 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
     """
     options = recipe.data
     try:
-        loaded = data_room.load(
+        loaded = load(
             options.name,
             root=root,
             validation=options.validation,

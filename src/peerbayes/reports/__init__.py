@@ -12,7 +12,7 @@ __all__ = ["Record", "differences", "evaluate", "predict_inputs", "sizes", "text
 _get, __dir__ = lazy(
     __name__,
     {
-        "Record": "reports.records",
+        "Record": "reports.record",
         "differences": "reports.tables",
         "evaluate": "reports.records",
         "predict_inputs": "reports.predicting",

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from numpy.typing import NDArray
 
 from peerbayes.posteriors import storage
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record
 from peerbayes.reports.tables import RANKINGS, grouped, retention_by, title
 
 MARKERS = "os^DvPX"

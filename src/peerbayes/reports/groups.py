@@ -14,12 +14,11 @@ from pydantic import Field
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.metrics.spread import summarise
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.reports.records import Record, find_runs
+from peerbayes.reports.record import Alpha, Record, alpha_title
+from peerbayes.reports.records import find_runs
 from peerbayes.runs.plan import folder_of, parents_of
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
-
-Alpha = float | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,6 @@ class _Judged(Table):
 
     peers: Annotated[list[_Peer], Field(min_length=1)]
     cohort: dict[str, float] | None = None
-
-
-def alpha_title(alpha: Alpha) -> str:
-    """Return an alpha as figures show it: ``1.5``, or ``linear 2→0 in 30 epochs`` of a schedule."""
-    if not isinstance(alpha, Mapping):
-        return f"{alpha:g}"
-    if alpha["schedule"] == "steps":
-        return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
-    epochs = f"{alpha['epochs']:g} epoch{'s' * (alpha['epochs'] != 1)}"
-    return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {epochs}"
 
 
 def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) -> list[Group]:

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from peerbayes.reports.figures import COLOURS
-from peerbayes.reports.groups import alpha_title
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record, alpha_title
 
 SIGNS = {"alpha": "α", "temperature": "T", "weight": "weight"}
 

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from peerbayes.posteriors import storage
 from peerbayes.reports import figures, tables
 from peerbayes.reports import knowledge_graph as graph
-from peerbayes.reports.records import Record, write_record
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import write_record
 from peerbayes.reports.weights import shared_picture
 from peerbayes.runs.run import Run
 

@@ -21,10 +21,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import changes_of
 from peerbayes.reports.averaged import judge_averages
 from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
+from peerbayes.reports.record import Record
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons
-
-Record = dict[str, Any]
 
 
 def evaluate(

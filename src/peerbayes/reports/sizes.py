@@ -18,7 +18,8 @@ from peerbayes.importing import trusting
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.reports.out_of_distribution import figures_of
-from peerbayes.reports.records import Record, find_runs
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import find_runs
 from peerbayes.reports.tables import FIGURES, aligned
 from peerbayes.runs.plan import source_weights
 from peerbayes.runs.run import Run, peers_at

@@ -12,8 +12,7 @@ from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import paired_difference, summarise
-from peerbayes.reports.groups import alpha_title
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record, alpha_title
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}

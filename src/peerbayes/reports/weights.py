@@ -20,7 +20,7 @@ from peerbayes.math.noise import Address, permutation
 from peerbayes.posteriors.base import Posterior
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.groups import experiment_of, open_runs
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record
 from peerbayes.runs.run import Run
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from peerbayes import data as data_room
+from peerbayes.data import dataset
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
@@ -389,7 +389,7 @@ def with_full_paths(recipe: Recipe) -> Recipe:
 
 
 def _full(name: str) -> str:
-    return str(Path(name).resolve()) if name not in data_room.names() and Path(name).exists() else name
+    return str(Path(name).resolve()) if name not in dataset.names() and Path(name).exists() else name
 
 
 # ---- what is on the disk ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from peerbayes.metrics.spread import paired_difference
 from peerbayes.posteriors import storage
 from peerbayes.reports.figures import COLOURS, draw_heat_map, new_axes, png
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record
 from peerbayes.reports.tables import FIGURES, aligned, cell
 from peerbayes.studies.space import Axis, setting_title, shown
 from peerbayes.studies.sweeps import Sweep

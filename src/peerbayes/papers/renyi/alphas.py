@@ -14,8 +14,8 @@ from peerbayes.errors import InputError
 from peerbayes.math.divergences import renyi
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.flatness import loss_along, sharpness
-from peerbayes.reports.groups import Group, alpha_title, by_experiment, final, gather, mean, over_seeds, read_record
-from peerbayes.reports.records import Record
+from peerbayes.reports.groups import Group, by_experiment, final, gather, mean, over_seeds, read_record
+from peerbayes.reports.record import Record, alpha_title
 from peerbayes.runs.run import Run
 
 AVERAGE = "average"

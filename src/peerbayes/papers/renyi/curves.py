@@ -14,8 +14,7 @@ from matplotlib.lines import Line2D
 
 from peerbayes.papers.renyi.alphas import AVERAGE
 from peerbayes.reports.figures import COLOURS, MARKERS, draw_heat_map, name_epochs, panels
-from peerbayes.reports.groups import alpha_title
-from peerbayes.reports.records import Record
+from peerbayes.reports.record import Record, alpha_title
 
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 LABELS = {

@@ -18,7 +18,8 @@ from peerbayes.engine.devices import pick_device
 from peerbayes.metrics.calibration import confidence_by_class, confidence_overall
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.groups import by_setting, experiment_of, open_runs
-from peerbayes.reports.records import Record, plain
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import plain
 from peerbayes.reports.tables import title
 from peerbayes.runs.run import Run
 

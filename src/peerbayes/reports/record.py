@@ -1,0 +1,19 @@
+"""What a record is, and how its settings read in tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Record = dict[str, Any]
+Alpha = float | Mapping[str, Any]
+
+
+def alpha_title(alpha: Alpha) -> str:
+    """Return an alpha as figures show it: ``1.5``, or ``linear 2→0 in 30 epochs`` of a schedule."""
+    if not isinstance(alpha, Mapping):
+        return f"{alpha:g}"
+    if alpha["schedule"] == "steps":
+        return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
+    epochs = f"{alpha['epochs']:g} epoch{'s' * (alpha['epochs'] != 1)}"
+    return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {epochs}"
