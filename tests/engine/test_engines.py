@@ -1,6 +1,8 @@
 import dataclasses
+import gc
 import itertools
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from peerbayes.engine import engines as engine
 from peerbayes.engine import verification as verifying
 from peerbayes.engine.engines import pick
 from peerbayes.engine.step_parts import Clock, Parts, run_peer, term_value
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField
 from peerbayes.recipes.recipe import Recipe, load_recipe
@@ -81,6 +83,34 @@ def test_an_engine_that_fails_is_left_for_the_eager_one_with_a_reason(tmp_path, 
     assert said == ["the compiled engine can't run this cohort, going on eagerly: no compiler here"]
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def test_an_engine_that_fails_is_freed_at_once(tmp_path, monkeypatch):
+    """It may hold graphs and their memory, and the next collection may come in the middle of another's capture."""
+    left = []
+
+    def failing(_function):
+        def call(*_arguments):
+            raise RuntimeError("no compiler here")
+
+        return call
+
+    begin = engine.Compiled.begin_stage
+
+    def noting(self, *steps):
+        left.append(weakref.ref(self))
+        begin(self, *steps)
+
+    monkeypatch.setattr(engine, "compiled", failing)
+    monkeypatch.setattr(engine.Compiled, "begin_stage", noting)
+    gc.disable()
+    try:
+        with pytest.warns(PeerbayesWarning, match="going on eagerly: no compiler here"):
+            learner = trained("compiled", tmp_path)[2]
+        assert learner.engine.name == "eager"
+        assert [engine() for engine in left] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_a_compiler_tells_its_authors_is_not_told(tmp_path, monkeypatch):

@@ -79,8 +79,11 @@ class Compiled(Eager):
                 step()
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             failed = error
-        if self.cohort.world.any(failed is not None):
-            raise failed or RuntimeError("another process could not")
+        try:
+            if self.cohort.world.any(failed is not None):
+                raise failed or RuntimeError("another process could not")
+        finally:
+            failed = None  # its traceback holds this frame, and so the engine
 
     def _compile(self) -> None:
         plain = Parts()

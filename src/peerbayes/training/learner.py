@@ -200,15 +200,15 @@ class Learner:
     def _begin_engine(self) -> None:
         step, stage_step = self.position.step, self.position.stage_step
         self.feed.prepare(step)
-        failed: BaseException | None = None
+        why = ""  # the error itself would hold the engine, with its graphs and their memory, by its traceback
         try:
             self.engine.begin_stage(step, stage_step)
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
-            failed = error
-        if not self.world.any(failed is not None):
+            why = reason(_first(error))
+        if not self.world.any(bool(why)):
             return
         # What fails in one process is left by all: their steps have to be the same.
-        why = "another process could not" if failed is None else reason(_first(failed))
+        why = why or "another process could not"
         self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
