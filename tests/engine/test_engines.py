@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import gc
 import itertools
 import warnings
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from learners import Recorder
 from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
 from peerbayes.engine import engines as engine
 from peerbayes.engine import verification as verifying
@@ -83,6 +85,24 @@ def test_an_engine_that_fails_is_left_for_the_eager_one_with_a_reason(tmp_path, 
     assert said == ["the compiled engine can't run this cohort, going on eagerly: no compiler here"]
     for name, posterior in eager.items():
         assert torch.equal(posterior.mean, peers[name].mean)
+
+
+def broken_backend(_graph, _inputs):
+    raise TypeError("no such kernel\nand more")
+
+
+def test_the_reason_names_the_part_and_what_its_compiler_says(tmp_path, monkeypatch):
+    """The first line of torch's own error says only: backend='broken_backend' raised."""
+    told = Recorder()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken_backend))
+    engine.compiled.cache_clear()
+    try:
+        learner = trained("compiled", tmp_path, told)[2]
+    finally:
+        engine.compiled.cache_clear()
+    assert learner.engine.name == "eager"
+    why = f"torch {torch.__version__} can't compile 'prepare_images': TypeError: no such kernel"
+    assert told.warnings == [f"the compiled engine can't run this cohort, going on eagerly: {why}"]
 
 
 def test_an_engine_that_fails_is_freed_at_once(tmp_path, monkeypatch):

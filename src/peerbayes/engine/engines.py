@@ -20,7 +20,7 @@ from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts
 from peerbayes.engine.verification import verify
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, reason
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
@@ -232,10 +232,25 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
-            return made(*arguments)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+                return made(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            why = f"torch {torch.__version__} can't compile '{function.__name__}': {reason(cause(error))}"
+            raise RuntimeError(why) from error
 
     return call
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the error that led to this one, where this one does not say what was wrong."""
+    # What fails inside a capture makes its end fail too.
+    while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
+        error = error.__context__
+    # A compiler's error begins with a line that names the compiler alone.
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
 
 
 @contextlib.contextmanager

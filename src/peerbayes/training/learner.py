@@ -18,7 +18,7 @@ from torch import Tensor
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.loader import Placement, feed
 from peerbayes.engine.cohort import Cohort
-from peerbayes.engine.engines import ENGINES, Eager, Name, pick
+from peerbayes.engine.engines import ENGINES, Eager, Name, cause, pick
 from peerbayes.engine.gradient_shares import note_shares
 from peerbayes.engine.position import Position
 from peerbayes.engine.processes import ALONE, World
@@ -204,7 +204,7 @@ class Learner:
         try:
             self.engine.begin_stage(step, stage_step)
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
-            why = reason(_first(error))
+            why = reason(cause(error))
         if not self.world.any(bool(why)):
             return
         # What fails in one process is left by all: their steps have to be the same.
@@ -334,13 +334,6 @@ class Learner:
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)
                 self.looks.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the error that led to this one: what fails inside a capture makes its end fail too, which says nothing."""
-    while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
-        error = error.__context__
-    return error
 
 
 def _one_class(data: Dataset) -> str:
