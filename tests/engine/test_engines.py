@@ -1,7 +1,9 @@
+import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
+import types
 import warnings
 import weakref
 
@@ -10,14 +12,15 @@ import torch
 from torch import nn
 
 from learners import Recorder
-from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
+from peerbayes.api.fitting import fit
+from peerbayes.data import ArraySplit, Dataset, augment, from_arrays, order, to_unit
 from peerbayes.engine import engines as engine
 from peerbayes.engine import verification as verifying
 from peerbayes.engine.engines import pick
 from peerbayes.engine.step_parts import Clock, Parts, run_peer, term_value
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.noise import Address
-from peerbayes.posteriors import MeanField
+from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peer
@@ -131,6 +134,44 @@ def test_an_engine_that_fails_is_freed_at_once(tmp_path, monkeypatch):
         assert [engine() for engine in left] == [None]
     finally:
         gc.enable()
+
+
+class Loop:
+    """Garbage that only a collection frees, as cohorts and what compilers leave behind are."""
+
+    def __init__(self, held=None):
+        self.itself, self.held = self, held
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_during_a_capture(fails, monkeypatch):
+    """A CUDA graph or a kernel that is destroyed then makes the capture fail; streams and graphs are stand-ins here."""
+    garbage, seen = [], []
+
+    @contextlib.contextmanager
+    def graph(_graph, stream):
+        garbage.append(weakref.ref(Loop()))
+        yield
+        churn = [[] for _ in range(100_000)]  # enough for several collections
+        seen.append(len(churn))
+        seen.append(garbage[0]() is not None)
+
+    def step():
+        if fails:
+            raise RuntimeError("a step that reads")
+        return [[] for _ in range(100_000)]
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Loop)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    captured = engine.Captured.__new__(engine.Captured)
+    captured.cohort, captured.stream = types.SimpleNamespace(device=torch.device("cpu")), None
+    with pytest.raises(RuntimeError, match="that reads") if fails else contextlib.nullcontext():
+        captured._capture(step)
+    assert seen == ([] if fails else [100_000, True])
+    assert gc.isenabled()
+    gc.collect()
+    assert garbage[0]() is None
 
 
 def test_what_a_compiler_tells_its_authors_is_not_told(tmp_path, monkeypatch):
@@ -475,6 +516,51 @@ def test_what_can_not_be_captured_goes_on_eagerly_and_ends_the_same():
     after = small_learner("captured")
     after.run()
     assert after.engine.name == "captured"
+
+
+@pytest.mark.gpu
+@quiet
+def test_a_capture_survives_graphs_that_have_become_garbage():
+    old = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.zeros(1, device="cuda")
+        old.append(graph)
+    del graph
+    learner = small_learner("captured")
+    forward, churned = learner.cohort.forward, []
+
+    def littering(clock):
+        if torch.cuda.is_current_stream_capturing():
+            Loop(old.pop())
+            churned.append(len([[] for _ in range(100_000)]))
+        return forward(clock)
+
+    learner.cohort.forward = littering
+    for _ in advance(learner, 2):
+        assert learner.engine.name == "captured"
+    assert churned == [100_000]
+
+
+@pytest.mark.gpu
+@quiet
+def test_networks_of_several_families_are_captured_one_after_another_in_one_process(tmp_path):
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("triton")
+    told = Recorder()
+    generator = torch.Generator().manual_seed(5)
+    pixels = (torch.rand(64, 3, 224, 224, generator=generator) * 255).to(torch.uint8)
+    data = from_arrays((pixels, torch.arange(64) % 4), (pixels[:8], torch.arange(8) % 4))
+    changes = ["data.batch_size=16", "stages.*.epochs=1", "data.validation=0", "data.augment=[]"]
+    for name in ("resnet50", "vit_small_patch16_224"):
+        for kind, owners, recipe in ((Point, "a", "dnn"), (MeanField, "a", "vanilla"), (MeanField, "ab", "vanilla")):
+            peers = {owner: kind(timm.create_model(name, num_classes=4), name=owner).cuda() for owner in owners}
+            folder = tmp_path / f"{name}-{kind.kind}-{owners}"
+            run = fit(peers, data=data, recipe=f"mutual/digits-{recipe}", run=folder, overrides=changes,
+                      reporter=told)  # fmt: skip
+            assert run.about["engine"] == "captured", (folder.name, told.warnings)
+    assert not [text for text in told.warnings if "eagerly" in text]
 
 
 @quiet

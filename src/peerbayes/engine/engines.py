@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -195,7 +196,7 @@ class Captured(Compiled):
     def _capture(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.cohort.device)
-        with torch.cuda.graph(graph, stream=self.stream):
+        with _uncollected(), torch.cuda.graph(graph, stream=self.stream):
             result = function()
         return graph, result
 
@@ -251,6 +252,21 @@ def cause(error: BaseException) -> BaseException:
     while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
         error = inner
     return error
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage inside the block: a graph or kernel that is unloaded during a capture makes the capture fail.
+
+    Cohorts that are gone, and what compilers leave behind, are garbage of that kind.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
