@@ -108,6 +108,30 @@ def test_the_reason_names_the_part_and_what_its_compiler_says(tmp_path, monkeypa
     assert told.warnings == [f"the compiled engine can't run this cohort, going on eagerly: {why}"]
 
 
+def test_however_many_networks_a_process_has_each_is_compiled_once(monkeypatch):
+    """They all go through one function, which torch gives up compiling after 8 of them, without a word."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    engine.compiled.cache_clear()
+    try:
+        run, inputs, count = engine.compiled(run_peer), torch.rand(2, 3), []
+        for width in range(10):
+            network = nn.Linear(3, 2 + width)
+            posterior = Point(network)
+            for _ in range(2):
+                logits, _ = run(posterior, inputs, posterior.mean, None, [], None)
+                count.append(len(graphs))
+            torch.testing.assert_close(logits, network(inputs))
+    finally:
+        engine.compiled.cache_clear()
+    assert count == [number for number in range(1, 11) for _ in range(2)]
+
+
 def test_an_engine_that_fails_is_freed_at_once(tmp_path, monkeypatch):
     """It may hold graphs and their memory, and the next collection may come in the middle of another's capture."""
     left = []
