@@ -9,7 +9,18 @@ from torchvision.transforms import functional as vision
 from torchvision.transforms.v2 import RandomResizedCrop
 
 from peerbayes.data import AUGMENTATIONS, augment, to_unit
-from peerbayes.data.transforms.augment import _boxes, crop, flip, reflect_crop, resized_crop, rotate
+from peerbayes.data.transforms.augment import (
+    RATIO,
+    SCALE,
+    _boxes,
+    box,
+    box_numbers,
+    crop,
+    flip,
+    reflect_crop,
+    resized_crop,
+    rotate,
+)
 from peerbayes.errors import InputError
 from peerbayes.math import noise
 
@@ -130,24 +141,48 @@ def test_resized_crop_agrees_with_torchvision_box_by_box():
     images = torch.rand(30, 3, 20, 26, generator=torch.Generator().manual_seed(0))
     result = resized_crop(images, ADDRESS)
     boxes = _boxes(ADDRESS, 0, 30, 20, 26, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
-    for image, cut, *box in zip(images, result, *(b.int().tolist() for b in boxes)):
-        top, left, tall, wide = box
+    for image, cut, top, left, tall, wide in zip(images, result, *(b.int().tolist() for b in boxes)):
         expected = vision.resized_crop(image, top, left, tall, wide, [20, 26], antialias=False)
         torch.testing.assert_close(cut, expected, atol=2e-5, rtol=0)
 
 
-def test_resized_crop_boxes_have_the_law_of_torchvision():
-    count, height, width = 3000, 200, 240
-    ours = _boxes(ADDRESS, 0, count, height, width, (0.08, 1.0), (3 / 4, 4 / 3), torch.device("cpu"))
+def host_boxes(count, height, width):
+    rows = box_numbers(ADDRESS, count, torch.device("cpu")).tolist()
+    return torch.tensor([box(row, height, width) for row in rows]).float().unbind(1)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(("height", "width"), [(200, 240), (375, 500), (60, 500), (500, 90)])
+def test_resized_crop_boxes_have_the_law_of_torchvision(height, width, where):
+    count, law = 3000, ((0.08, 1.0), (3 / 4, 4 / 3))
+    device = torch.device("cpu")
+    ours = host_boxes(count, height, width)
+    if where == "device":
+        ours = _boxes(ADDRESS, 0, count, height, width, *law, device)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         op, blank = RandomResizedCrop(32), torch.zeros(1, height, width)
         drawn = [op.make_params([blank]) for _ in range(count)]
-    for mine, key in zip(ours, ("top", "left", "height", "width")):
-        theirs = [params[key] for params in drawn]
-        assert scipy.stats.ks_2samp(mine.numpy(), theirs).pvalue > 1e-3, key
+    theirs = torch.tensor([[params[key] for key in ("top", "left", "height", "width")] for params in drawn]).float()
+    for mine, other in zip(ours, theirs.unbind(1)):
+        assert scipy.stats.ks_2samp(mine.numpy(), other.numpy()).pvalue > 1e-3
     top, left, tall, wide = ours
     assert bool(((top >= 0) & (left >= 0) & (top + tall <= height) & (left + wide <= width)).all())
+    # Ten candidates in vain: one box in the middle, as often as theirs.
+    with torch.random.fork_rng():
+        in_vain = RandomResizedCrop(32, scale=(2.0, 2.0)).make_params([blank])
+    middle = torch.tensor([in_vain[key] for key in ("top", "left", "height", "width")]).float()
+    mine, other = (int((found == middle).all(1).sum()) for found in (torch.stack(ours, 1), theirs))
+    assert (other > 300) == (max(height, width) == 500 > 4 * min(height, width))
+    if other:
+        assert scipy.stats.fisher_exact([[mine, count - mine], [other, count - other]]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("height", "width"), [(200, 240), (60, 500), (1, 300), (3, 2)])
+def test_boxes_on_the_host_are_those_on_the_device(height, width):
+    device = torch.stack(_boxes(ADDRESS, 0, 2000, height, width, SCALE, RATIO, torch.device("cpu")), 1)
+    same = (device == torch.stack(host_boxes(2000, height, width), 1)).all(1)
+    assert float(same.float().mean()) > 0.995  # float32 rounds a few the other way
 
 
 def test_resized_crop_falls_back_to_the_whole_image_and_takes_a_size():

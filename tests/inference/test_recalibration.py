@@ -1,12 +1,15 @@
 """Batch-norm's statistics, estimated anew: those of the batches, and nothing else changes."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
+from torchvision.transforms.v2 import RandomResizedCrop
 
 from members import images
-from peerbayes.data import ArraySplit
+from peerbayes.data import ArraySplit, FolderSplit
 from peerbayes.errors import InputError
 from peerbayes.inference.recalibration import recalibrate
 
@@ -73,6 +76,23 @@ def test_recalibration_takes_the_statistics_of_crops():
     torch.testing.assert_close(network.norm.running_mean, crops.mean(1), rtol=0.05, atol=0)
     torch.testing.assert_close(network.norm.running_var, crops.var(1), rtol=0.05, atol=0)
     assert (network.norm.running_mean < 0.9 * x.mean()).all()
+
+
+def test_recalibration_crops_files_as_training_does(tmp_path):
+    pixels = np.full((60, 80, 3), 255, np.uint8)
+    pixels[4:-4, 4:-4] = 0  # a frame, which no centre shows
+    Image.fromarray(pixels).save(tmp_path / "framed.png")
+    split, means = FolderSplit([str(tmp_path / "framed.png")] * 200, torch.zeros(200, dtype=torch.int64), 16, 1.25), []
+    for names in ([], ["resized_crop"]):
+        norm = nn.BatchNorm2d(3)
+        recalibrate(norm, split, batch_size=100, augment=names)
+        means.append(float(norm.running_mean.mean()))
+    assert means[0] == 0
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        op, image = RandomResizedCrop(16, antialias=True), torch.from_numpy(pixels).permute(2, 0, 1)
+        expected = torch.stack([op(image) for _ in range(600)]).float().div(255).mean()
+    assert means[1] == pytest.approx(float(expected), rel=0.15)
 
 
 def test_recalibration_that_fails_leaves_the_statistics_as_they_were():

@@ -2,15 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 
 from learners import Recorder, same
 from peerbayes import networks, terms
 from peerbayes.api.fitting import train
-from peerbayes.data import ArraySplit, Dataset, augment, order, to_unit
+from peerbayes.data import ArraySplit, Dataset, FolderSplit, augment, order, to_unit
 from peerbayes.engine.gradient_shares import note_shares
 from peerbayes.engine.position import Position
 from peerbayes.engine.stages import learning_rate
@@ -383,6 +385,25 @@ def test_initial_weights_are_a_function_of_seed_and_peer():
     assert same(built(1, 0), built(1, 0))
     assert not same(built(0, 0), built(0, 1))
     assert not torch.equal(built(0, 0)["mean/linear.weight"], built(1, 0)["mean/linear.weight"])
+
+
+def test_training_crops_image_files_from_all_that_they_hold(tmp_path):
+    pixels = np.full((60, 80, 3), 255, np.uint8)
+    pixels[4:-4, 4:-4] = 0  # a frame, which no centre shows
+    Image.fromarray(pixels).save(tmp_path / "framed.png")
+    split = FolderSplit([str(tmp_path / "framed.png")] * 64, torch.arange(64) % 3, 16, 1.25)
+    data = Dataset("made", split, None, split, 3, None, split.shape, (0.5,) * 3, (0.3,) * 3)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 3))
+    recipe = made_recipe(stage(), data={"batch_size": 32, "augment": ["resized_crop", "flip"]})
+    learner = Learner(recipe, {"a": Point(network)}, data, 4, reporter=Recorder())
+    for step in (0, 1):
+        learner.feed.prepare(step)
+        learner.cohort.forward(Clock(step, step, 0.0))
+        assert 0.5 < float((learner.cohort.images.amax((1, 2, 3)) > 0).float().mean()) < 0.95
+        index = order(64, Address(4, "data", "order", 0))[32 * step :][:32]
+        cut, _ = split.crops(index, torch.device("cpu"), Address(4, "data", "augment", step).sub("resized_crop"))
+        assert torch.equal(learner.cohort.images, to_unit(augment(cut, ["flip"], Address(4, "data", "augment", step))))
+    learner.feed.close()
 
 
 # ---- terms speak for themselves ---------------------------------------------------------------------------------

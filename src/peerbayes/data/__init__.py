@@ -3,7 +3,7 @@
 from peerbayes.data.dataset import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
 from peerbayes.data.datasets.cifar_c import load_corrupted
 from peerbayes.data.datasets.sources import data_root
-from peerbayes.data.loader import Feed, Placement, feed
+from peerbayes.data.loader import Feed, Placement, augmented_batch, feed
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
 from peerbayes.data.transforms.augment import AUGMENTATIONS, augment
 from peerbayes.data.transforms.corrupt import CORRUPTIONS, corrupt
@@ -23,6 +23,7 @@ __all__ = [
     "TextOptions",
     "Vocabulary",
     "augment",
+    "augmented_batch",
     "batches",
     "corrupt",
     "data_root",

@@ -10,6 +10,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -18,7 +19,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from peerbayes.data.splits import ArraySplit, Split, order
+from peerbayes.data.splits import ArraySplit, FolderSplit, Split, order
+from peerbayes.data.transforms.augment import augment
 from peerbayes.errors import InputError, nearest
 from peerbayes.math.noise import Address
 
@@ -27,6 +29,7 @@ Placement = Literal["auto", "device", "stream"]
 _AHEAD = 3  # batches that are gathered ahead of the one in use
 _BEHIND = 2  # batches whose copy to the device may still be under way
 _CPU = torch.device("cpu")
+_CROP = "resized_crop"
 
 # The images on other devices, for as long as somebody feeds from them.
 _copies: WeakKeyDictionary[ArraySplit, WeakValueDictionary[torch.device, ArraySplit]] = WeakKeyDictionary()
@@ -40,9 +43,11 @@ class Feed(ABC):
         batch_size: images in a batch of this process.
         owner: whose order it is.
         steps_per_epoch: batches in an epoch; a last batch that is smaller is left out.
+        augmented: the augmentations that batches come with, because they are made as files are decoded.
     """
 
     placement: ClassVar[Literal["device", "stream"]]
+    augmented: tuple[str, ...] = ()
 
     def __init__(
         self, split: Split, batch_size: int, source: Address, device: torch.device, part: tuple[int, int]
@@ -123,15 +128,25 @@ class _Slot:
 class Streamed(Feed):
     """Gathers the next batches on the host, in a thread, and copies each to the device when its turn comes.
 
-    :meth:`batch` always returns the same two tensors, which the next :meth:`prepare` writes to. The thread calls
-    ``split.batch``; it touches no GPU, because a CUDA call of another thread would break a capture of this one. So it
+    :meth:`batch` always returns the same two tensors, which the next :meth:`prepare` writes to. The thread fetches
+    from the split; it touches no GPU, because a CUDA call of another thread would break a capture of this one. So it
     is ``prepare`` that waits for the copy from a slot to be done before it lends the slot to the thread again.
     """
 
     placement = "stream"
 
-    def __init__(self, split: Split, batch_size: int, source: Address, device: torch.device, part: tuple[int, int]):
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        source: Address,
+        device: torch.device,
+        part: tuple[int, int],
+        augment: Sequence[str],
+    ):
         super().__init__(split, batch_size, source, device, part)
+        self.augmented = _while_decoding(split, augment)
+        self._noise = Address(source.seed, source.owner, "augment")
         like, _ = split.batch(torch.zeros(0, dtype=torch.int64), _CPU)
         shape = (self.batch_size, *like.shape[1:])
         labels = 0 if split.labels is None else self.batch_size
@@ -213,7 +228,8 @@ class Streamed(Feed):
         if self._ordered is None or self._ordered[0] != epoch:
             self._ordered = epoch, self._order(epoch, _CPU)
         begin = place * self._whole + self._begin
-        images, labels = self._split.batch(self._ordered[1][begin : begin + self.batch_size], _CPU)
+        index = self._ordered[1][begin : begin + self.batch_size]
+        images, labels = augmented_batch(self._split, index, _CPU, self.augmented, self._noise.at(step), self._begin)
         slot.images.copy_(images)
         slot.labels.copy_(labels)
 
@@ -227,11 +243,12 @@ def feed(
     placement: Placement = "auto",
     part: tuple[int, int] = (0, 1),
     owner: str = "data",
+    augment: Sequence[str] = (),
 ) -> Feed:
     """Return the training batches of a split.
 
     Args:
-        split: the images. Where they are streamed, ``split.batch`` is called in a thread.
+        split: the images. Where they are streamed, they are fetched in a thread.
         batch_size: images in a batch of all processes together; at most all there are.
         seed: the run's seed, for the order.
         device: where the batches are wanted.
@@ -241,6 +258,8 @@ def feed(
         part: (rank, count): this process gets rows ``rank * b`` to ``(rank + 1) * b`` of each batch,
             b = batch_size / count.
         owner: whose order it is: feeds of one seed have it in common with those of the same owner.
+        augment: names of augmentations. Those that are made as files are decoded are made by the feed, at the address
+            (seed, owner, "augment", step), and are its ``augmented``; all others are left to the caller.
     """
     rank, count = part
     if not 0 <= rank < count:
@@ -260,7 +279,33 @@ def feed(
                          "decoded on the host, batch by batch: expected 'stream' or 'auto'")  # fmt: skip
     if isinstance(split, ArraySplit) and placement != "stream" and _fits(split, device, forced=placement == "device"):
         return Resident(split, size, source, device, part)
-    return Streamed(split, size, source, device, part)
+    return Streamed(split, size, source, device, part, augment)
+
+
+def augmented_batch(
+    split: Split, index: Tensor, device: torch.device, names: Sequence[str], address: Address, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return a batch of a split, augmented as `augment` does; files are cropped as they are decoded, before all else.
+
+    Args:
+        split: the images.
+        index: int64 (B,).
+        device: where the batch is wanted.
+        names: of augmentations.
+        address: the step's address.
+        first: number of the first image, where these are part of a batch.
+    """
+    early = _while_decoding(split, names)
+    if isinstance(split, FolderSplit) and early:
+        images, labels = split.crops(index, device, address.sub(_CROP), first)
+    else:
+        images, labels = split.batch(index, device)
+    return augment(images, [name for name in names if name not in early], address, first), labels
+
+
+def _while_decoding(split: Split, names: Sequence[str]) -> tuple[str, ...]:
+    # What a centre leaves out of a file, no crop of it can show.
+    return (_CROP,) if _CROP in names and isinstance(split, FolderSplit) else ()
 
 
 def _fits(split: ArraySplit, device: torch.device, forced: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
+from peerbayes.data.transforms.augment import box, box_numbers
 from peerbayes.errors import InputError
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
@@ -173,9 +174,9 @@ class ArraySplit:
 
 @dataclass(frozen=True, eq=False)
 class FolderSplit:
-    """Image files, decoded on demand by a few threads into RGB.
+    """Image files, decoded on demand by a few threads into RGB: centres by `batch`, random boxes by `crops`.
 
-    The shortest side is resized to ``round(size * margin)`` (antialiased, bilinear) and the centre is cut
+    For a centre, the shortest side is resized to ``round(size * margin)`` (antialiased, bilinear) and the middle is cut
     out. Pixels are taken as stored: an EXIF rotation is not applied.
 
     Args:
@@ -209,14 +210,35 @@ class FolderSplit:
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """See :meth:`Split.batch`; a file that cannot be decoded is named."""
-        index = index.cpu()
-        images = np.empty((len(index), self.size, self.size, 3), np.uint8)
         shortest = round(self.size * self.margin)
-        files = [self.files[i] for i in index.tolist()]
-        for i, image in enumerate(_pool().map(lambda file: _decode(file, shortest, self.size), files)):
-            images[i] = image
-        labels = torch.zeros(0, dtype=torch.int64) if self.labels is None else self.labels[index]
-        return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().to(device), labels.to(device)
+        return self._decoded(index, device, lambda _, file: _centre(file, shortest, self.size))
+
+    def crops(self, index: Tensor, device: torch.device, address: Address, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Return a batch as `batch` does, but of random boxes of all that the files hold, each resized (antialiased).
+
+        Boxes have the law of `resized_crop`, for each image's own sides.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+            address: where the boxes come from.
+            first: number of the first image, where these are part of a batch.
+        """
+        numbers = box_numbers(address, len(index), torch.device("cpu"), first).tolist()
+        return self._decoded(index, device, lambda place, file: _crop(file, numbers[place], self.size))
+
+    def _decoded(
+        self, index: Tensor, device: torch.device, decode: Callable[[int, str], NDArray[np.uint8]]
+    ) -> tuple[Tensor, Tensor]:
+        images = np.empty((len(index), *self.shape), np.uint8)
+
+        def put(place: int, number: int) -> None:
+            images[place] = decode(place, self.files[number]).transpose(2, 0, 1)
+
+        for _ in _pool().map(put, range(len(index)), index.tolist()):
+            pass
+        labels = torch.zeros(0, dtype=torch.int64) if self.labels is None else self.labels[index.cpu()]
+        return torch.from_numpy(images).to(device), labels.to(device)
 
 
 @functools.cache
@@ -243,17 +265,28 @@ def open_rgb(file: str) -> Image.Image:
         raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
     if image.mode.startswith(("I", "F")):
         raise InputError(f"{file}: expected an image of 8 bits a channel, got mode {image.mode}")
+    if image.mode == "RGB":
+        return image
     # A palette whose transparency is given in bytes has to go through RGBA.
     return (image.convert("RGBA") if image.mode in ("P", "PA") else image).convert("RGB")
 
 
-def _decode(file: str, shortest: int, size: int) -> NDArray[np.uint8]:
+def _centre(file: str, shortest: int, size: int) -> NDArray[np.uint8]:
     image = open_rgb(file)
     height, width = _scaled(image.height, image.width, shortest)
     top, left = round((height - size) / 2), round((width - size) / 2)
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _crop(file: str, numbers: Sequence[float], size: int) -> NDArray[np.uint8]:
+    image = open_rgb(file)
+    top, left, tall, wide = box(numbers, image.height, image.width)
+    pixels = torch.from_numpy(np.array(image.crop((left, top, left + wide, top + tall)))).permute(2, 0, 1)
+    # Bytes by torch: what Pillow makes but for a rounding, in a third of the time.
+    resized = F.interpolate(pixels.unsqueeze(0), (size, size), mode="bilinear", antialias=True)
+    return resized.squeeze(0).permute(1, 2, 0).numpy()
 
 
 def _scaled(height: int, width: int, shortest: int) -> tuple[int, int]:

@@ -182,7 +182,7 @@ class Cohort:
         """Return what all peers make of a batch."""
         images, labels = self.feed.batch(clock.place)
         first = self.world.rank * self.feed.batch_size
-        augment = self.recipe.data.augment
+        augment = [name for name in self.recipe.data.augment if name not in self.feed.augmented]
         prepared = self.parts.prepare_images(images, augment, self.seed, self.feed.owner, clock.step, first)
         self.images, teachers = self.consult(prepared, clock.step, first)
         with self._forked():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from peerbayes.data.loader import augmented_batch
 from peerbayes.data.splits import Split, order
 from peerbayes.data.transforms.augment import augment as augmented
 from peerbayes.errors import InputError
@@ -39,11 +40,14 @@ def recalibrate(
     if not norms:
         return network
     device = norms[0].running_mean.device  # type: ignore[union-attr]
-    if not isinstance(batches, Iterable):
-        split = batches
+    address = Address(0, "data", "recalibrate")
+    if isinstance(batches, Iterable):
+        given = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
+        made = (augmented(images.to(device), augment, address.at(n)) for n, images in enumerate(given))
+    else:
         # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
-        mixed = order(len(split), Address(0, "data", "recalibrate"))
-        batches = (split.batch(part, device) for part in mixed.split(batch_size))
+        parts, split = order(len(batches), address).split(batch_size), batches
+        made = (augmented_batch(split, part, device, augment, address.at(n))[0] for n, part in enumerate(parts))
     momenta = [norm.momentum for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     done = False
@@ -53,9 +57,8 @@ def recalibrate(
             norm.momentum = None  # a cumulative average
             norm.train()
         try:
-            for number, batch in enumerate(batches):
-                images = (batch if isinstance(batch, Tensor) else batch[0]).to(device)
-                network(prepared(augmented(images, augment, Address(0, "data", "recalibrate", number))))
+            for images in made:
+                network(prepared(images))
                 done = True
             if not done:
                 raise InputError("there are no batches to recalibrate with")

@@ -103,6 +103,7 @@ class Learner:
             part=(world.rank, world.size),
             # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
             owner=f"data {generation}" if generation else "data",
+            augment=recipe.data.augment,
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.cohort = Cohort(

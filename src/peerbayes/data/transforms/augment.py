@@ -18,7 +18,9 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-_TRIES = 10  # candidates of one random resized crop, before it falls back to the whole image
+SCALE = (0.08, 1.0)  # areas of a random resized crop, as a share of the image
+RATIO = (3 / 4, 4 / 3)  # its width / height
+_TRIES = 10  # its candidates, before it falls back to the centre
 
 
 def _padding(images: Tensor) -> int:
@@ -100,6 +102,37 @@ def rotate(images: Tensor, address: Address, degrees: float = 15.0, first: int =
     return _resampled(images, cos * x - sin * y + (width - 1) / 2, sin * x + cos * y + (height - 1) / 2)
 
 
+def box_numbers(address: Address, count: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return the uniform numbers that random boxes are made of, (count, 22); a row depends on its number alone."""
+
+    def drawn(stream: str, times: int) -> Tensor:
+        return noise.uniform(address.sub(stream), count * times, device, first * times).view(count, times)
+
+    return torch.cat([drawn("scale", _TRIES), drawn("ratio", _TRIES), drawn("rows", 1), drawn("columns", 1)], 1)
+
+
+def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
+    """Return top, left, height, width of the random box of one image, by a row of `box_numbers`.
+
+    Its share of the area is uniform on ``SCALE`` and log(w / h) uniform on log(``RATIO``), given that the box fits: the
+    first of ten candidates that fits is taken. Where none does it is the largest box at the centre whose shape is in
+    ``RATIO``.
+    """
+    for area, shape in zip(numbers[:_TRIES], numbers[_TRIES:]):
+        area = (SCALE[0] + (SCALE[1] - SCALE[0]) * area) * (height * width)
+        aspect = RATIO[0] * (RATIO[1] / RATIO[0]) ** shape
+        tall, wide = max(1, round(math.sqrt(area / aspect))), max(1, round(math.sqrt(area * aspect)))
+        if tall <= height and wide <= width:
+            return int(numbers[-2] * (height - tall + 1)), int(numbers[-1] * (width - wide + 1)), tall, wide
+    tall, wide = _longest(height, width, RATIO)
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+def _longest(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
+    # Of a thin image no whole pixels may have that shape: then it is all of it.
+    return min(height, round(width / ratio[0]) or height), min(width, round(height * ratio[1]) or width)
+
+
 def _boxes(
     address: Address,
     first: int,
@@ -110,35 +143,33 @@ def _boxes(
     ratio: tuple[float, float],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return top, left, height, width (B,) of random boxes in whole pixels, as float32.
-
-    Area / (H W) is uniform on ``scale`` and log(w / h) uniform on ``log(ratio)``, given that the box fits;
-    the first of ten candidates that fits is taken, and the whole image where none does.
-    """
-    area = noise.uniform(address.sub("scale"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
-    shape = noise.uniform(address.sub("ratio"), count * _TRIES, device, first * _TRIES).view(count, _TRIES)
+    """Return top, left, height, width (B,) of the random boxes of images of one size, as float32; see `box`."""
+    area, shape, down, right = box_numbers(address, count, device, first).split([_TRIES, _TRIES, 1, 1], dim=1)
     area = (scale[0] + (scale[1] - scale[0]) * area) * (height * width)
     aspect = torch.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * shape)
     tall, wide = torch.sqrt(area / aspect).round_().clamp_min_(1), torch.sqrt(area * aspect).round_().clamp_min_(1)
     fits = (tall <= height) & (wide <= width)
     earliest = fits.int().argmax(dim=1, keepdim=True)
     some = fits.any(dim=1)
-    tall = torch.where(some, tall.gather(1, earliest).squeeze(1), height)
-    wide = torch.where(some, wide.gather(1, earliest).squeeze(1), width)
-    top = (noise.uniform(address.sub("rows"), count, device, first) * (height - tall + 1)).floor_()
-    left = (noise.uniform(address.sub("columns"), count, device, first) * (width - wide + 1)).floor_()
+    tallest, widest = _longest(height, width, ratio)
+    tall = torch.where(some, tall.gather(1, earliest).squeeze(1), tallest)
+    wide = torch.where(some, wide.gather(1, earliest).squeeze(1), widest)
+    top = torch.where(some, (down.squeeze(1) * (height - tall + 1)).floor_(), (height - tallest) // 2)
+    left = torch.where(some, (right.squeeze(1) * (width - wide + 1)).floor_(), (width - widest) // 2)
     return torch.minimum(top, height - tall), torch.minimum(left, width - wide), tall, wide
 
 
 def resized_crop(
     images: Tensor,
     address: Address,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
     size: int | None = None,
     first: int = 0,
 ) -> Tensor:
     """Cut a box of random area, shape and place, and resize it bilinearly.
+
+    Image files are cut as they are decoded, from all that they hold: see `FolderSplit.crops`.
 
     Args:
         images: (B, C, H, W); computed in float32 and returned in the dtype given (uint8 is rounded).
