@@ -396,8 +396,12 @@ def test_a_row_of_the_paper_is_that_of_one_recipe():
 
 def test_images_are_augmented_as_in_the_paper():
     found = {name: load_recipe(name).data for name in packaged() if name.startswith("sharing/")}
-    kinds = {(data.name, *data.augment) for data in found.values() if data.name in ("cifar10", "cifar100")}
-    assert kinds == {("cifar10", "crop", "flip"), ("cifar100", "reflect_crop", "flip")}
+    kinds = {(data.name, *data.augment) for data in found.values() if data.name in ("cifar10", "cifar100", "imagenet")}
+    assert kinds == {
+        ("cifar10", "crop", "flip"),
+        ("cifar100", "reflect_crop", "flip"),
+        ("imagenet", "resized_crop", "flip", "color_jitter"),  # Table 11
+    }
 
 
 def test_a_vit_gets_its_scales_from_a_file_in_timms_names(tmp_path):

@@ -5,6 +5,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
 from torchvision.transforms import functional as vision
 from torchvision.transforms.v2 import RandomResizedCrop
 
@@ -15,6 +16,7 @@ from peerbayes.data.transforms.augment import (
     _boxes,
     box,
     box_numbers,
+    color_jitter,
     crop,
     flip,
     reflect_crop,
@@ -190,6 +192,105 @@ def test_resized_crop_falls_back_to_the_whole_image_and_takes_a_size():
     torch.testing.assert_close(resized_crop(images, ADDRESS, ratio=(50.0, 60.0), scale=(0.9, 1.0)), images)
     half = resized_crop(images, ADDRESS, ratio=(50.0, 60.0), scale=(0.9, 1.0), size=8)
     torch.testing.assert_close(half, torch.nn.functional.avg_pool2d(images, 2))
+
+
+JITTER = ("brightness", "contrast", "saturation", "hue")
+
+
+def coloured(count, side=6, seed=3):
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def only(name, spread):
+    return {key: spread if key == name else 0.0 for key in JITTER}
+
+
+def jitter_factors(name, count, spread):
+    """The factor of each image, or the turn of its hue."""
+    return (noise.uniform(ADDRESS.sub(name), count) * 2 - 1) * spread + (name != "hue")
+
+
+@pytest.mark.parametrize(("name", "spread"), list(zip(JITTER, (0.9, 0.9, 1.0, 0.5))))
+def test_each_change_of_colour_is_that_of_torchvision(name, spread):
+    images = coloured(40)
+    images[0], images[1] = 0.0, images[1, :1]  # black, and grey
+    change = getattr(vision, f"adjust_{name}")
+    found = color_jitter(images, ADDRESS, **only(name, spread))
+    for image, result, factor in zip(images, found, jitter_factors(name, 40, spread)):
+        # They weigh red by 0.2989, we by 0.299.
+        torch.testing.assert_close(result, change(image, float(factor)), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", JITTER[:3])
+def test_changes_of_bytes_are_those_of_pillow(name):
+    images = (coloured(20) * 255).to(torch.uint8)
+    enhance = dict(zip(JITTER, (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)))
+    found = color_jitter(images, ADDRESS, **only(name, 0.6))
+    assert found.dtype == torch.uint8
+    for image, result, factor in zip(images, found, jitter_factors(name, 20, 0.6)):
+        expected = enhance[name](Image.fromarray(image.permute(1, 2, 0).numpy())).enhance(float(factor))
+        difference = np.asarray(expected).astype(int) - result.permute(1, 2, 0).numpy().astype(int)
+        assert np.abs(difference).max() <= 1  # it cuts digits off, we round
+
+
+def test_changes_of_colour_come_in_every_order():
+    count = 150
+    images = coloured(count)
+    found = color_jitter(images, ADDRESS)
+    factors = [jitter_factors(name, count, 0.1 if name == "hue" else 0.4).tolist() for name in JITTER]
+    orders = noise.bits(ADDRESS.sub("order"), 4 * count).view(count, 4).argsort(1).tolist()
+
+    def changed(i, order):
+        image = images[i]
+        for k in order:
+            image = getattr(vision, f"adjust_{JITTER[k]}")(image, factors[k][i])
+        return image
+
+    expected = torch.stack([changed(i, order) for i, order in enumerate(orders)])
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-4)
+    assert len({tuple(order) for order in orders}) == 24
+    backwards = torch.stack([changed(i, order[::-1]) for i, order in enumerate(orders)])
+    assert int(((backwards - found).abs().amax((1, 2, 3)) > 5e-3).sum()) > 0.9 * count
+
+
+def test_orders_of_colour_are_equally_likely():
+    # What is clipped by the first of two changes is lost to the second.
+    count = 4000
+    images = torch.tensor([0.9, 0.5]).view(1, 1, 1, 2).expand(count, -1, -1, -1)
+    found = color_jitter(images, ADDRESS, 1.0, 1.0, 0.0, 0.0)[:, 0, 0]
+    bright, contrast = (jitter_factors(name, count, 1.0)[:, None] for name in JITTER[:2])
+
+    def contrasted(x):
+        return (x.mean(1, keepdim=True) + (x - x.mean(1, keepdim=True)) * contrast).clamp(0, 1)
+
+    before = contrasted((images[:, 0, 0] * bright).clamp(0, 1))
+    after = (contrasted(images[:, 0, 0]) * bright).clamp(0, 1)
+    shows = (before - after).abs().amax(1) > 1e-3
+    first, last = ((found - x).abs().amax(1)[shows] < 1e-5 for x in (before, after))
+    assert bool((first ^ last).all())
+    assert int(shows.sum()) > 1000
+    assert scipy.stats.binomtest(int(first.sum()), int(shows.sum()), 0.5).pvalue > 1e-3
+
+
+def test_factors_of_colour_are_uniform_and_do_not_depend_on_one_another():
+    count = 3000
+    images = torch.full((count, 3, 1, 1), 0.5)
+    bright = (color_jitter(images, ADDRESS, **only("brightness", 0.4)) / images)[:, 0, 0, 0]
+    assert scipy.stats.kstest(bright.numpy(), "uniform", args=(0.6, 0.8)).pvalue > 1e-3
+    images = torch.tensor([0.6, 0.4, 0.4]).view(1, 3, 1, 1).expand(count, -1, -1, -1)
+    vivid = color_jitter(images, ADDRESS, **only("saturation", 0.4))
+    vivid = (vivid[:, 0] - vivid[:, 1]).flatten() / 0.2
+    assert scipy.stats.kstest(vivid.numpy(), "uniform", args=(0.6, 0.8)).pvalue > 1e-3
+    assert scipy.stats.pearsonr(bright.numpy(), vivid.numpy()).pvalue > 1e-3
+
+
+def test_grey_images_keep_their_hue_and_saturation():
+    grey = coloured(30)[:, :1]
+    colours = grey.expand(-1, 3, -1, -1)
+    torch.testing.assert_close(color_jitter(grey, ADDRESS).expand(-1, 3, -1, -1), color_jitter(colours, ADDRESS))
+    assert torch.equal(color_jitter(grey, ADDRESS, 0, 0), grey)
+    with pytest.raises(InputError, match="'color_jitter' is for RGB or grey images, got 4 channels"):
+        augment(torch.zeros(2, 4, 8, 8), ["color_jitter"], ADDRESS)
 
 
 @pytest.mark.parametrize("name", sorted(AUGMENTATIONS))

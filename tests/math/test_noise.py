@@ -267,7 +267,7 @@ def test_compiled_noise_is_the_same():
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize("names", [["crop", "flip"], ["reflect_crop"], ["rotate"]], ids="+".join)
+@pytest.mark.parametrize("names", [["crop", "flip"], ["reflect_crop"], ["rotate"], ["color_jitter"]], ids="+".join)
 def test_compiled_augmentation_is_the_same(names):
     torch.manual_seed(0)
     images = torch.randint(0, 256, (6, 3, 9, 8), dtype=torch.uint8)

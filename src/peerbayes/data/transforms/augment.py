@@ -18,6 +18,7 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
+LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
 SCALE = (0.08, 1.0)  # areas of a random resized crop, as a share of the image
 RATIO = (3 / 4, 4 / 3)  # its width / height
 _TRIES = 10  # its candidates, before it falls back to the centre
@@ -193,12 +194,88 @@ def resized_crop(
     return _resampled(images, x.expand(-1, rows, -1), y.expand(-1, -1, columns))
 
 
+def _grey(images: Tensor) -> Tensor:
+    if images.shape[1] == 1:
+        return images
+    # Channel by channel: no constant has to be copied to the device, which a captured step could not do.
+    return LUMA[0] * images[:, :1] + LUMA[1] * images[:, 1:2] + LUMA[2] * images[:, 2:]
+
+
+def _turned(images: Tensor, turn: Tensor) -> Tensor:
+    # The hue of HSV moved by ``turn`` (B,), a share of the circle; saturation and value stay.
+    red, green, blue = images.split(1, dim=1)
+    value = images.amax(1, keepdim=True)
+    chroma = value - images.amin(1, keepdim=True)
+    step = torch.where(chroma > 0, chroma, 1)
+    last = torch.where(value == green, (blue - red) / step + 2, (red - green) / step + 4)
+    hue = torch.where(value == red, (green - blue) / step, last) + 6 * turn[:, None, None, None]
+    sixths = torch.cat([hue + 5, hue + 3, hue + 1], dim=1).remainder(6)
+    return value - chroma * torch.minimum(sixths, 4 - sixths).clamp(0, 1)
+
+
+def color_jitter(
+    images: Tensor,
+    address: Address,
+    brightness: float = 0.4,
+    contrast: float = 0.4,
+    saturation: float = 0.4,
+    hue: float = 0.1,
+    first: int = 0,
+) -> Tensor:
+    """Change brightness, contrast, saturation and hue by random factors, in a random order for each image.
+
+    The first three blend an image with black, with the mean of its grey and with its grey, as f x + (1 - f) base, f
+    uniform on 1 ± the argument; the hue moves by up to ± ``hue`` of its circle. Every result is clipped.
+
+    Args:
+        images: RGB (B, 3, H, W), or grey (B, 1, H, W), whose saturation and hue stay; uint8, or float in [0, 1].
+            Computed in float32 and returned in the dtype given (uint8 is rounded).
+        address: where factors and orders come from.
+        brightness: at most 1.
+        contrast: at most 1.
+        saturation: at most 1.
+        hue: at most 0.5.
+        first: number of the first image.
+    """
+    count, channels = images.shape[:2]
+    if channels not in (1, 3):
+        raise InputError(f"augmentation 'color_jitter' is for RGB or grey images, got {channels} channels")
+    device, limit = images.device, 1 if images.is_floating_point() else 255
+    spreads = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue}
+    factors = [
+        (noise.uniform(address.sub(name), count, device, first) * 2 - 1) * spread for name, spread in spreads.items()
+    ]
+    # Each draws a place in the queue: the rank of its 64 bits.
+    queue = noise.bits(address.sub("order"), 4 * count, device, 4 * first).view(count, 4, 1)
+    turn = (queue > queue.transpose(1, 2)).sum(2)  # (B, 4)
+    hue_turn = turn[:, 3]
+
+    def blend(x: Tensor, now: int, before: bool) -> Tensor:
+        early = hue_turn > now if before else hue_turn < now
+        mine = [((turn[:, k] == now) & early)[:, None, None, None] for k in range(3)]
+        more = sum(chosen * factor[:, None, None, None] for chosen, factor in zip(mine, factors))
+        grey = _grey(x)
+        base = mine[1] * grey.mean((2, 3), keepdim=True) + mine[2] * grey
+        return (x + (x - base) * more).clamp(0, limit)
+
+    # An image has three blends, of which some are before its hue: the others leave it as it is.
+    result = images.float()
+    for now in (0, 1, 2):
+        result = blend(result, now, before=True)
+    if channels == 3:
+        result = _turned(result, factors[3])
+    for now in (1, 2, 3):
+        result = blend(result, now, before=False)
+    return result.to(images.dtype) if images.is_floating_point() else result.round_().to(images.dtype)
+
+
 AUGMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "crop": crop,
     "reflect_crop": reflect_crop,
     "flip": flip,
     "rotate": rotate,
     "resized_crop": resized_crop,
+    "color_jitter": color_jitter,
 }
 
 

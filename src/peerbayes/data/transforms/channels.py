@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.splits import Split
+from peerbayes.data.transforms.augment import LUMA
 
 NUMBERS = 1 << 23  # numbers that are converted at a time
-LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peerbayes.data.transforms.augment import LUMA
 from peerbayes.data.transforms.batch_noise import Source, poisson
-from peerbayes.data.transforms.channels import LUMA
 from peerbayes.data.transforms.filters import blurred, convolved, distances, edges, places, sampled, streaked, zoomed
 from peerbayes.data.transforms.jpeg import jpeg
 from peerbayes.data.transforms.scaling import to_unit
