@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from learners import Recorder, Stop, stopped_at
+from PIL import Image
 
 from commands import save_npz
 from peerbayes.api.fitting import train
@@ -255,6 +257,24 @@ def test_a_resume_that_forgets_something_is_seen(whole, driven, how):
 def interrupted(place, run, at=11):
     with stopped_at(at):
         train(load_recipe(place / "all.toml"), run, device="cpu", checkpoint_every=3, reporter=Recorder())
+
+
+def test_a_resumed_run_goes_on_with_the_same_crops_of_files(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 20, 26, 3), dtype=np.uint8)
+    for i, image in enumerate(pixels):
+        (tmp_path / "data" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "data" / f"class{i % 2}" / f"{i}.png")
+    given = {"name": str(tmp_path / "data"), "size": 12, "batch_size": 4, "augment": ["resized_crop", "color_jitter"]}
+    peer = {"name": "a", "network": "mlp", "posterior": {"kind": "point"}}
+    stage = {"epochs": 3, "optimizer": {"name": "sgd", "lr": 0.05}, "terms": {"likelihood": {}}}
+    recipe = Recipe.parse({"title": "t", "data": given, "peers": [peer], "stages": [stage]}, "test")
+    options = {"device": "cpu", "checkpoint_every": 3}
+    train(recipe, tmp_path / "whole", **options, reporter=Recorder())
+    with stopped_at(8):
+        train(recipe, tmp_path / "half", **options, reporter=Recorder())
+    train(recipe, tmp_path / "half", **options, reporter=Recorder(), resume=True)
+    whole, half = ((tmp_path / name / "weights-a.safetensors").read_bytes() for name in ("whole", "half"))
+    assert whole == half
 
 
 @pytest.fixture(scope="module")
