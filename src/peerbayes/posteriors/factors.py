@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
 from peerbayes.errors import InputError
+from peerbayes.math.noise import Address, uniform
+from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.network_state import evaluating, kept_buffers
+
+TRIED = 4  # rows a member of a trial
+NUMBERS = 1000  # of a row that are compared
+NEAR = 0.05  # of rows' spread; rows in another order are off by about the whole of it
 
 
 @dataclass(frozen=True)
@@ -122,10 +132,7 @@ def _by_member(name: str, rows: Tensor, factor: Tensor) -> Tensor:
     """Return rows (M·B·T, ...) as (M, B, T, ...), for factors (M, B, channels)."""
     members, images, _ = factor.shape
     if len(rows) % (members * images):
-        raise InputError(
-            f"layer '{name}' works on shape {tuple(rows.shape)}, whose first axis is not that of the {members} times "
-            f"{images} images; leave it out with bayesian=..."
-        )
+        raise _out_of_order(f"layer '{name}' works on", rows.shape, members)
     split: Tensor = rows.unflatten(0, (members, images, -1))
     return split
 
@@ -135,3 +142,121 @@ def _broadcast(module: nn.Module, factor: Tensor, rows: Tensor) -> Tensor:
     ones, channels = [1] * (rows.dim() - 2), factor.shape[2]
     axes = [*ones, channels] if isinstance(module, nn.Linear) else [channels, *ones]
     return factor.view(*factor.shape[:2], 1, *axes)
+
+
+# ---- whose rows they are ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_rows(
+    network: nn.Module,
+    layers: Sequence[Layer],
+    captured: Sequence[str],
+    members: int,
+    inputs: Tensor,
+    run: Callable[[Tensor], Tensor],
+) -> None:
+    """Refuse layers, features and logits whose rows do not come member by member when members share a batch.
+
+    The network is run without factors, on a few rows of each member alone and on those of all members together. What a
+    layer sees of them together must be what it sees of each alone, one after another. A network that draws random
+    numbers in any mode passes, too, if other rows of the last member change what a layer sees of that member only.
+
+    Args:
+        network: its buffers, its modes and the state of random generators stay as they are.
+        layers: that get factors.
+        captured: names of layers whose outputs are used.
+        members: M.
+        inputs: prepared, (B, ...).
+        run: the network with weights of which no two are alike.
+    """
+    rows = inputs[torch.arange(TRIED, device=inputs.device) % len(inputs)]
+    if rows.is_floating_point():  # so that no two are alike
+        rows = rows + uniform(Address(0, "trial", "rows"), rows.numel(), rows.device).view(rows.shape).to(rows.dtype)
+    parts = [rows.roll(member, 0) for member in range(members)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_buffers(network))
+        stack.enter_context(torch.autocast(inputs.device.type, enabled=False))
+        stack.enter_context(_WithoutDropout())
+        for module in network.modules():  # those that have others in them may call others of them in training
+            if not any(module.children()):
+                stack.enter_context(evaluating(module))
+        alone = [_seen(network, layers, captured, part, run) for part in parts]
+        whole = _seen(network, layers, captured, torch.cat(parts), run)
+        other = _seen(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
+    for name, found in whole.items():
+        calls = [found, other.get(name, []), *(each.get(name, []) for each in alone)]
+        if any(len(call) != len(found) for call in calls) or not all(map(_in_order, *calls)):
+            raise _out_of_order(name, found[0].shape, members)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Drops nothing, also where a network's own code asks for it."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if named.get("training") and func is not F.batch_norm:
+            named["training"] = False
+        if "dropout_p" in named:
+            named["dropout_p"] = 0.0
+        return func(*args, **named)
+
+
+class _Rows(NamedTuple):
+    shape: torch.Size
+    numbers: Tensor  # some of each row, (rows, numbers)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Rows:
+        rows = torch.atleast_1d(tensor)[..., None].flatten(1)
+        return cls(tensor.shape, rows[:, :: rows.shape[1] // NUMBERS + 1].nan_to_num().double())
+
+
+def _seen(
+    network: nn.Module, layers: Sequence[Layer], captured: Sequence[str], rows: Tensor, run: Callable[[Tensor], Tensor]
+) -> dict[str, list[_Rows]]:
+    """Return what comes into the layers, call by call, and what captured ones and the network return."""
+    found: dict[str, list[_Rows]] = {}
+
+    def keep(name: str, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.setdefault(f"layer '{name}' works on", []).append(_Rows.of(given[0] if given else named["input"]))
+
+    hooks = [
+        network.get_submodule(name).register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
+        for layer in layers
+        for name in layer.modules
+    ]
+    try:
+        with torch.random.fork_rng([rows.device] if rows.is_cuda else []), capture(network, captured) as features:
+            logits = run(rows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs = {f"layer '{name}' returns": feature for name, feature in features.items()}
+    outputs["the network returns"] = logits
+    return found | {what: [_Rows.of(output)] for what, output in outputs.items() if isinstance(output, Tensor)}
+
+
+def _in_order(whole: _Rows, other: _Rows, *alone: _Rows) -> bool:
+    """Whether rows of all members are those of each, one after another; see `check_rows`."""
+    first = alone[0].shape
+    if not first or any(rows.shape != first for rows in alone):
+        return False
+    if not whole.shape == other.shape == (len(alone) * first[0], *first[1:]):
+        return False
+    if _near(whole.numbers, torch.cat([rows.numbers for rows in alone])):
+        return True
+    *same, changed = zip(whole.numbers.split(first[0]), other.numbers.split(first[0]), strict=True)
+    return all(_near(*pair) for pair in same) and not _near(*changed)
+
+
+def _near(given: Tensor, expected: Tensor) -> bool:
+    off, spread = (given - expected).norm(), (expected - expected.mean(0)).norm()
+    return bool((off <= NEAR * spread) | (off <= 1e-5 * expected.norm()))
+
+
+def _out_of_order(what: str, shape: torch.Size, members: int) -> InputError:
+    return InputError(
+        f"{what} shape {tuple(shape)}, whose first axis does not hold the images of {members} members, one member "
+        "after another; put the batch first, or leave the layer out with bayesian=..."
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -14,7 +15,7 @@ from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
 from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
-from peerbayes.posteriors.factors import attach, detach, layers_of
+from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.prepare import prepared
@@ -37,8 +38,9 @@ class RankOne(Posterior):
     mean (`centre`).
 
     The network has to call these layers (not take their weights), and they have to be linear in their weights, with
-    the batch on the first axis; ``bayesian`` leaves out those that are not so. `nn.MultiheadAttention`, which takes
-    its weights itself, has no factors. Modules that share a weight share its factors.
+    the batch on the first axis; ``bayesian`` leaves out those that are not so. Where the batch is, is tried on a few
+    rows before the first pass over inputs of a shape. `nn.MultiheadAttention`, which takes its weights itself, has no
+    factors. Modules that share a weight share its factors.
 
     Args:
         network: any module; its current weights become W.
@@ -107,6 +109,7 @@ class RankOne(Posterior):
         inverse = self.factor_layout.inverse_sizes().to(self.mean.device)
         self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
         attach(self.network, self.layers)
+        self._tried: set[Hashable] = set()  # what `_check_rows` has found to be right
 
     def _initial(self, factors: str, spread: float) -> Tensor:
         total, device = self.members * self.factor_layout.size, self.mean.device
@@ -133,6 +136,8 @@ class RankOne(Posterior):
         Rows 0 to B − 1 are member 0's, and so on; a mean over the rows is (1/M) Σ_m ℓ_m.
         """
         assert extra is not None
+        if self.members > 1 and not torch.compiler.is_compiling():  # before it compiles, a network has been tried
+            self._check_rows(inputs, layers)
         rows = torch.cat([prepared(inputs)] * self.members)
         pieces, tensors = self._pieces(extra), self.named(flat)
         for layer in self.layers:
@@ -141,6 +146,20 @@ class RankOne(Posterior):
         with capture(self.network, layers) as found:
             logits = self.run_network(rows, tensors)
         return logits, [found[layer] for layer in layers]
+
+    def _check_rows(self, inputs: Tensor, captured: Sequence[str]) -> None:
+        """Refuse a network that moves the rows of members, once for a shape of inputs; see `check_rows`."""
+        what = (self.network.training, inputs.shape[1:], *captured)
+        if what in self._tried or (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        # Not its own weights: of those that begin at 0, or alike, one could not tell what becomes of their rows.
+        tensors = {
+            name: (tensor + 0.01 * normal(Address(0, name, "trial"), tensor.numel(), tensor.device).view(tensor.shape))
+            for name, tensor in self.named(self.mean.detach()).items()
+        }
+        run = functools.partial(self.run_network, tensors=tensors)
+        check_rows(self.network, self.layers, captured, self.members, prepared(inputs), run)
+        self._tried.add(what)
 
     def _scaled_leaves(self) -> tuple[Tensor, Tensor | None]:
         """Return deviations and ρ, (M, total), whose gradients are multiplied by M where that is asked for."""
