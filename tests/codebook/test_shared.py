@@ -179,7 +179,7 @@ def test_a_component_of_one_weight_is_used_and_one_of_none_is_not(tmp_path):
     label[plain[5]] = 3  # alone
     label[codebook.outlier], label[codebook.blended] = 4, 5  # whose labels mean nothing
     pair = torch.tensor([[1, 6]] + [[0, 1]] * 6)
-    posterior = Shared(net(), replace(codebook, label=label, blend_component=pair))
+    posterior = Shared(net(), replace(codebook, label=label, blend_component=pair), bits=32)
     mean, std = posterior.mean.detach(), posterior.std.detach()
     used = [int((posterior.component[:, 0] == codebook.component[k, 0]).nonzero()) for k in (0, 1, 3, 6)]
     assert posterior.used.nonzero()[:, 0].tolist() == sorted(used)
@@ -249,7 +249,7 @@ def odd_book():
 
 @pytest.mark.parametrize("bits", [4, 8, 10, 16])
 def test_rounded_numbers_are_as_near_as_their_bits_allow(bits, tmp_path):
-    exact, posterior = Shared(odd(), odd_book()), Shared(odd(), odd_book(), bits=bits)
+    exact, posterior = Shared(odd(), odd_book(), bits=32), Shared(odd(), odd_book(), bits=bits)
     posterior.save(tmp_path / "p.safetensors")
     layers = (posterior.outlier >= 72).long()  # the convolution has 72 weights
     moved = (posterior.outlier_mean - exact.outlier_mean).abs()
@@ -351,7 +351,7 @@ def test_what_nobody_could_read_is_not_written(bits, tmp_path):
 
 
 def test_without_anchors_the_file_is_smaller_and_predicts_the_same(tmp_path):
-    posterior = Shared(net(), book())
+    posterior = Shared(net(), book(), bits=32)
     with torch.no_grad():
         posterior.component += 0.01
     posterior.save(tmp_path / "whole.safetensors")

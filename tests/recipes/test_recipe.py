@@ -1,6 +1,7 @@
 """Recipes: what is right loads and comes back whole; what is wrong is one sentence that names the place."""
 
 import copy
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -11,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerbayes import networks
+from peerbayes.codebook.build import Sharing
+from peerbayes.codebook.merging import merge
+from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
+from peerbayes.posteriors import MeanField, RankOne
+from peerbayes.recipes import settings
 from peerbayes.recipes.recipe import Recipe, changes_of, load_recipe, packaged
 from peerbayes.runs.run import default_folder
 
@@ -85,6 +91,24 @@ def test_ours_has_the_papers_settings():
     assert second.terms["feature_diversity"]["weight"] == 2.0
     assert second.terms["feature_diversity"]["fusion"] == "per_peer"
     assert [peer.start_from for peer in recipe.peers] == [None, "mutual/cifar100-resnet20-dnn"]
+
+
+@pytest.mark.parametrize(
+    ("table", "made"),
+    [
+        (settings.MeanField, MeanField),
+        (settings.RankOne, RankOne),
+        (settings.Shared, Shared),
+        (settings.Shared, Sharing),
+        (settings.Merge, merge),
+    ],
+)
+def test_a_recipe_and_python_have_the_same_defaults(table, made):
+    parameters = inspect.signature(made).parameters.values()
+    python = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "merge"}
+    both = {name: field.default for name, field in table.model_fields.items() if name in python}
+    assert len(both) > 4
+    assert both == {name: python[name] for name in both}
 
 
 def refused(tmp_path, change):

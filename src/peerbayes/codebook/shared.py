@@ -25,6 +25,7 @@ from peerbayes.posteriors.parameters import Predicate, require_same
 
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
+DEFAULT_BITS = 10
 TRAINED = ("component", "cholesky", "outlier_mean", "outlier_rho")
 PLACES = {
     "label": torch.int32,
@@ -39,6 +40,13 @@ ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anch
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
     """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
+
+
+def check_bits(bits: Any) -> int:
+    """Return the bits of an outlier's mean, if they are so many as a file can have."""
+    if not isinstance(bits, int) or bits not in BITS:
+        raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
+    return bits
 
 
 def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -72,8 +80,8 @@ class Shared(Posterior):
         prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
             N(μ_i, prior_std²) as they were at first; ``"normal"``: N(0, prior_std²).
         prior_std: see ``prior``.
-        bits: of an outlier's mean in a file. With 32 every number is stored exactly. With 4 to 16 all are rounded:
-            components' means to 16 bits, scales to 8, and what is not shared to float16.
+        bits: of an outlier's mean in a file. With 4 to 16 all numbers are rounded: components' means to 16 bits, scales
+            to 8, and what is not shared to float16. With 32 every number is stored exactly.
         weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
         bayesian: chooses parameters by (name, owning module).
         start_from: a trained network to take all other tensors from.
@@ -112,7 +120,7 @@ class Shared(Posterior):
         mixture: bool = False,
         prior: Literal["anchored", "normal"] = "anchored",
         prior_std: float = 0.1,
-        bits: int = EXACT,
+        bits: int = DEFAULT_BITS,
         weights: Sequence[str] | None = None,
         bayesian: Predicate = conv_and_linear_weights,
         start_from: Source | None = None,
@@ -133,8 +141,7 @@ class Shared(Posterior):
             raise InputError(f"prior is {prior!r}, expected 'anchored' or 'normal'")
         if not 0 < prior_std < torch.finfo(torch.float32).max:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
-        if not isinstance(bits, int) or bits not in BITS:
-            raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
+        check_bits(bits)
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
         self.seed, self.name = seed, name

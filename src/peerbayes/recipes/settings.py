@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from peerbayes.codebook.shared import DEFAULT_BITS, check_bits
 from peerbayes.data.transforms.augment import AUGMENTATIONS
 from peerbayes.errors import nearest
 from peerbayes.schema import Strict, nested
@@ -137,7 +138,7 @@ class SharedOptions(Strict):
     mixture: bool = False
     prior: Literal["anchored", "normal"] = "anchored"
     prior_std: PositiveFloat = 0.1
-    bits: Literal[4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32] = 10
+    bits: Annotated[int, AfterValidator(check_bits)] = DEFAULT_BITS
 
     @model_validator(mode="after")
     def _mixture_has_blends(self) -> SharedOptions:
