@@ -130,6 +130,18 @@ def test_forms_of_a_mean_field_posterior():
     assert (eight.seed, eight.name) == (4, "a")
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_scales_of_zero_count_as_the_least_of_the_others_or_of_float16(bits):
+    some = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
+    found, size = rounded_scales(some, bits)
+    expected, _ = rounded_scales(some.clamp_min(0.25), bits)
+    assert torch.equal(found, expected)
+    assert found[0] > 0.2
+    none, same = rounded_scales(torch.zeros(5, dtype=torch.float64), bits)
+    assert (none == 2.0**-24).all()
+    assert size == same
+
+
 def test_what_float16_would_spoil_keeps_its_type_and_no_scale_becomes_zero():
     network = net()
     plain = by_name(MeanField(network, rho=-25.0))
