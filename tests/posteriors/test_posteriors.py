@@ -3,20 +3,22 @@
 import copy
 import itertools
 import math
+import textwrap
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import TwoNamesOneLayer
 from scipy import stats
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
+from members import TwoNamesOneLayer
+from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior
+from peerbayes.posteriors import MeanField, Point, Posterior, RankOne
 from peerbayes.posteriors.layout import Layout
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)
@@ -183,6 +185,30 @@ def test_a_plain_network_predicts_twice_the_same_without_a_word(kind):
     assert torch.equal(plain(images()), plain(images()))
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    assert posterior.training
+
+
+class Talkative(nn.Module):
+    """Says of itself what its parameters are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5, 2.5]))
+        self.list = nn.ParameterList([torch.zeros(2), torch.zeros(3)])
+        self.layers = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Conv1d(3, 3, 1, bias=False), nn.GRU(3, 2))
+
+    def extra_repr(self):
+        return f"scale of {len(self.scale)} from {self.scale[0].item()}"
+
+
+@pytest.mark.parametrize("make", [*KINDS.values(), lambda network: RankOne(network, 2), lambda net: Shared(net, None)])
+def test_a_posterior_is_shown_with_its_network_as_it_is(make):
+    network = Talkative()
+    posterior = make(network)
+    shown = textwrap.indent(repr(network), "  ").lstrip()
+    assert repr(posterior) == f"{type(posterior).__name__}(\n  (network): {shown}\n)"
+    assert "bias=True" in shown
+    assert dict(posterior.network.named_parameters()) == {}
     assert posterior.training
 
 

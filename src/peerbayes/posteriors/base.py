@@ -330,6 +330,12 @@ class Posterior(nn.Module):
         tensors |= {f"rest/{name}": view for name, view in self.rest_layout.views(self.rest).items()}
         return tensors | {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
 
+    def __repr__(self) -> str:
+        # With the parameters in their places, without which layers would say that they have no bias, or nothing at all.
+        shown = copy.copy(self)
+        shown._modules = self._modules | {"network": self.materialise()}
+        return nn.Module.__repr__(shown)
+
     def digest(self) -> str:
         """Return a digest of everything that it predicts with."""
         # Anchors are of training alone, and files may be without them.
