@@ -2,6 +2,8 @@
 
 import gc
 import math
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -310,6 +312,31 @@ def test_images_that_were_scaled_or_normalised_are_warned_of(scale, shift):
         posterior().predict(images() * scale + shift, draws=2)
     assert len(told) == 1
     assert told[0].filename == __file__
+
+
+def test_batch_norm_without_statistics_is_told_once_with_the_layer_and_the_remedy():
+    network = Net()
+    assert not any(map(told_of_batch, (MeanField(network), Point(nn.Sequential(nn.InstanceNorm2d(1), Net())))))
+    network.norm = nn.BatchNorm2d(4, track_running_stats=False)
+    for mixed in (MeanField(network, rho=-6.0), Point(network)):
+        (text,) = told_of_batch(mixed)
+        assert text.startswith("layer 'norm' is batch-norm without running statistics")
+        assert "track_running_stats=True" in text
+        assert "depends on batch_size" in text
+        # And so it is.
+        alone, among = (mixed.predict(images(count), 2).probabilities[:2] for count in (2, 64))
+        assert (alone - among).abs().max() > 0.01
+    network = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), network)
+    assert told_of_batch(Point(network))[0].startswith("layer '0' (and 1 more) is batch-norm without")
+
+
+def told_of_batch(posterior):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for count in (7, 8):
+            posterior.predict(images(count), 2)
+    assert {Path(one.filename).name for one in caught} <= {Path(__file__).name}
+    return [str(one.message) for one in caught]
 
 
 def test_double_images_are_images_and_whole_numbers_are_not():

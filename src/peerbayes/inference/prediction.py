@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError, PeerbayesWarning, reason
@@ -109,8 +110,9 @@ def predict(
 ) -> Prediction:
     """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
 
-    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``. Draws are run
-    one after another, or, for few small images, all at once.
+    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``, unless the
+    network has batch-norm without running statistics, which is warned about. Draws are run one after another, or, for
+    few small images, all at once.
 
     Args:
         posterior: any posterior; a point needs one pass.
@@ -132,6 +134,7 @@ def predict(
         raise InputError(f"settle is {settle}, expected an error level between 0 and 1")
     if precision not in PRECISIONS and precision != "auto":
         raise InputError(f"precision is '{precision}', expected auto, {', '.join(PRECISIONS)}")
+    _warn_of_joint_batch(posterior)
     address = Address(posterior.seed if seed is None else seed, posterior.name if name is None else name, "draw")
     kind = posterior.device.type
     if kind == "cpu":
@@ -188,6 +191,27 @@ def _check_images(posterior: Posterior, images: Any) -> None:
                 PeerbayesWarning,
                 stacklevel=5,
             )
+
+
+def _warn_of_joint_batch(posterior: Posterior) -> None:
+    """Say once, of each posterior, that predictions depend on the images that they are made with."""
+    if posterior.told_of_batch:
+        return
+    posterior.told_of_batch = True
+    layers = [
+        name
+        for name, module in posterior.network.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
+    ]
+    if layers:
+        more = f" (and {len(layers) - 1} more)" if layers[1:] else ""
+        warnings.warn(
+            f"layer '{layers[0]}'{more} is batch-norm without running statistics, so what is predicted of an image "
+            "depends on batch_size and on the images beside it; train with track_running_stats=True, or normalise each "
+            "image by itself (GroupNorm, say)",
+            PeerbayesWarning,
+            stacklevel=5,
+        )
 
 
 def predict_split(

@@ -74,6 +74,7 @@ class Posterior(nn.Module):
     has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
     made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
     shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
+    told_of_batch: bool = False  # that its predictions depend on the batch
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
