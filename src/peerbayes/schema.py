@@ -26,7 +26,10 @@ class Table(BaseModel):
 
 
 class Strict(Table):
-    """The base of every settings table: a key that is not known is a fault, and so is a number that is not finite."""
+    """The base of every settings table: a key that is not known is a fault, and so is a number that is not finite.
+
+    "none" stands for None where that is the default.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -42,7 +45,9 @@ class Strict(Table):
             if key not in cls.model_fields:
                 text = f"has no key '{key}'{cls._hint(str(key), given)}"
                 raise PydanticCustomError("unknown_key", "{text}", {"text": text})
-        return given
+        # TOML has no word for what is not given, so where that is the default "none" is the word.
+        absent = {key for key, value in given.items() if value == "none" and cls.model_fields[key].default is None}
+        return {key: None if key in absent else value for key, value in given.items()}
 
     @classmethod
     def _hint(cls, key: str, given: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerbayes import networks
@@ -17,7 +17,8 @@ from peerbayes.codebook.merging import merge
 from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.posteriors import MeanField, RankOne
-from peerbayes.recipes import settings
+from peerbayes.recipes import recipe as recipe_file
+from peerbayes.recipes import settings as tables
 from peerbayes.recipes.recipe import Recipe, changes_of, load_recipe, packaged
 from peerbayes.runs.run import default_folder
 
@@ -62,13 +63,88 @@ def test_changes_are_the_lines_that_make_the_recipe_again():
     assert changes_of(Recipe.parse(changed.model_dump() | {"name": "own"}, "own")) == []
 
 
+texts = st.one_of(
+    st.text(st.characters(codec="utf-8")),
+    st.sampled_from(["5", "true", "1e3", "none", "[a]", '"q"', "a # b", "1\nb = 2", " a ", "a/b", "timm/vit", "x=y"]),
+).filter(lambda text: not text.startswith("/"))
+scales = st.fixed_dictionaries({"kind": st.just("mean_field"), "rho": st.floats(-9, -1)})
+given_posteriors = st.one_of(st.just({"kind": "point"}), scales, scales.map(lambda table: {**table, "gain": 0.1}))
+given_terms = st.sampled_from(
+    [{"likelihood": {}}, {"likelihood": {"weight": 0.5}}, {"likelihood": {}, "kl": {"scheme": "elbo"}}]
+)
+CHANGES = {
+    "title": texts,
+    "update": st.sampled_from(["simultaneous", "sequential"]),
+    "gradient_share_every": st.one_of(st.just("epoch"), st.integers(0, 9)),
+    "data": st.fixed_dictionaries({"name": texts, "classes": st.one_of(st.none(), st.integers(2, 9))}),
+    "teachers": st.one_of(st.none(), st.fixed_dictionaries({"runs": st.lists(texts, min_size=1, max_size=2)})),
+    "peers": st.lists(
+        st.fixed_dictionaries({"name": st.sampled_from("abc"), "network": texts, "posterior": given_posteriors}),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda peer: peer["name"],
+    ),
+    "stages": st.lists(
+        st.fixed_dictionaries(
+            {
+                "epochs": st.integers(1, 9),
+                "lr_factor": st.floats(1e-300, 1e300),
+                "perturb": st.sampled_from([None, {"kind": "gaussian"}, {"kind": "ods", "temperature": 2.0}]),
+                "terms": given_terms,
+            }
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    "evaluation": st.fixed_dictionaries(
+        {"out_of_distribution": st.lists(texts, max_size=2), "retention": st.just([0.1, 1.0])}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(packaged()))
+@given(changes=st.fixed_dictionaries({}, optional=CHANGES))
+@settings(max_examples=4, deadline=None)
+def test_any_change_of_a_packaged_recipe_is_told_in_lines_that_make_it_again(name, changes):
+    before = load_recipe(name)
+    changed = Recipe.parse(before.model_dump(exclude_none=True) | changes, name)
+    lines = changes_of(changed)
+    assert load_recipe(name, lines) == changed
+    assert load_recipe(before, lines) == changed
+    assert (lines == []) == (changed == before)
+
+
+@given(key=st.sampled_from(["title", "data.name", "peers.0.network", 'stages.0.terms."a.b:c"']), text=texts)
+@settings(deadline=None)
+def test_a_key_and_its_value_are_told_in_one_line(key, text):
+    before, after = load_recipe(OURS).model_dump(), load_recipe(OURS).model_dump()
+    recipe_file._put(after, recipe_file.keys(key), text, "here")
+    (line,) = recipe_file._lines([], before, after)
+    assert line.startswith(f"{key}=")
+    recipe_file.change(before, line, "here")
+    assert before == after
+
+
+def test_none_takes_away_what_need_not_be_there():
+    name = "distillation/cifar10-wrn28x1-latentbe-tdiv-sdiv-de4"
+    assert load_recipe(name).stages[0].perturb is not None
+    found = load_recipe(
+        name, ["stages.0.perturb=none", "teachers=none", "data.classes=none", "peers.0.start_from=none"]
+    )
+    assert (found.stages[0].perturb, found.teachers, found.data.classes, found.peers[0].start_from) == (None,) * 4
+    apart = load_recipe(OURS, ["stages.1.terms.feature_diversity.fusion=none"])  # where it is a word like others
+    assert apart.stages[1].terms["feature_diversity"]["fusion"] == "none"
+    with pytest.raises(InputError, match=r"data\.batch_size: input should be a valid integer"):
+        load_recipe(OURS, ["data.batch_size=none"])
+
+
 def test_changes_do_not_tell_where_things_lie():
     name = "distillation/cifar10-wrn28x1-latentbe-tdiv-sdiv-de4"
     runs = ["/home/me/runs/first", "/home/me/runs/second/weights-a.safetensors", "distillation/kd"]
     changed = load_recipe(name, [f"teachers.runs={runs}", "data.name=/home/me/own.npz", "stages.0.perturb.kind=none"])
     assert changes_of(changed) == [
         "data.name=own.npz",
-        "teachers.runs=[first, second/weights-a.safetensors, distillation/kd]",
+        'teachers.runs=["first", "second/weights-a.safetensors", "distillation/kd"]',
         "stages.0.perturb=none",
     ]
 
@@ -96,11 +172,11 @@ def test_ours_has_the_papers_settings():
 @pytest.mark.parametrize(
     ("table", "made"),
     [
-        (settings.MeanField, MeanField),
-        (settings.RankOne, RankOne),
-        (settings.Shared, Shared),
-        (settings.Shared, Sharing),
-        (settings.Merge, merge),
+        (tables.MeanField, MeanField),
+        (tables.RankOne, RankOne),
+        (tables.Shared, Shared),
+        (tables.Shared, Sharing),
+        (tables.Merge, merge),
     ],
 )
 def test_a_recipe_and_python_have_the_same_defaults(table, made):

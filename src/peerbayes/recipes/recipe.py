@@ -6,9 +6,10 @@ import copy
 import csv
 import functools
 import hashlib
+import io
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -89,37 +90,54 @@ def _without_seed(source: str, seed: int) -> str:
 
 
 def changes_of(recipe: Recipe) -> list[str]:
-    """Return how a recipe differs from the packaged one of its name, in lines as `--set` takes them.
+    """Return how a recipe differs from the packaged one of its name: the lines that `--set` makes it of that one with.
 
-    Of runs and files only the names are told, not where they lie.
+    Of what lies at an absolute path only the name is told, not where it lies.
     """
     if recipe.name not in packaged():
         return []
-    before = _flat(load_recipe(recipe.name).model_dump())
-    after = _flat(recipe.model_dump())
-    return [f"{key}={_written(value)}" for key, value in after.items() if before.get(key, before) != value]
+    return list(_lines([], load_recipe(recipe.name).model_dump(), recipe.model_dump()))
 
 
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Return a table's plain values by path; lists of plain values count as one."""
-    if isinstance(node, list) and any(isinstance(one, dict) for one in node):
-        node = dict(enumerate(node))
-    if not isinstance(node, dict) or not node:
-        return {path: node}
-    inner = {f"{path}.{key}" if path else str(key): value for key, value in node.items()}
-    return {key: value for place, below in inner.items() for key, value in _flat(below, place).items()}
+def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
+    """Yield what changes one value into another: lines for parts of it where these can, or one for the whole."""
+    if before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict) and before.keys() <= after.keys():
+        for key, value in after.items():
+            yield from _lines([*path, key], before.get(key, ...), value)  # which equals nothing
+        return
+    tables = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    if tables and all(isinstance(one, dict) for one in (*before, *after)):
+        for place, pair in enumerate(zip(before, after, strict=True)):
+            yield from _lines([*path, str(place)], *pair)
+        return
+    key = io.StringIO()
+    csv.writer(key, delimiter=".", lineterminator="").writerow(path)
+    bare = _told(after) if isinstance(after, str) else ""
+    yield f"{key.getvalue()}={bare if bare and _value(bare) == bare else _toml(after)}"
 
 
-def _written(value: Any) -> str:
+def _toml(value: Any) -> str:
+    """Return a value as TOML in one line; ``none`` for what is not given, which TOML has no word for."""
+    if isinstance(value, dict):
+        given = {_toml_key(key): _toml(one) for key, one in value.items() if one is not None}
+        return f"{{{', '.join(f'{key} = {one}' for key, one in given.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     if value is None:
         return "none"
-    if isinstance(value, str):
-        path = Path(value)
-        kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
-        return value if value in packaged() else "/".join(path.parts[-kept:])
-    if isinstance(value, list):
-        return f"[{', '.join(_written(one) for one in value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return tomli_w.dumps({"value": _told(value) if isinstance(value, str) else value})[len("value = ") : -1]
+
+
+def _toml_key(key: str) -> str:
+    return tomli_w.dumps({key: 0})[: -len(" = 0\n")]
+
+
+def _told(value: str) -> str:
+    path = Path(value)
+    kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
+    return "/".join(path.parts[-kept:]) if path.is_absolute() else value
 
 
 def is_recipe(source: str) -> bool:
@@ -225,13 +243,17 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
     parts = keys(path)
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
-    _put(table, parts, value, f"{origin}: --set {override}")
+    _put(table, parts, _value(text), f"{origin}: --set {override}")
+
+
+def _value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+    return table["value"] if len(table) == 1 else text
 
 
 def keys(path: str) -> list[str]:
