@@ -9,6 +9,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, contents, process, refused
 from learners import stopped_at
 from peerbayes import cli, networks
+from peerbayes.api.distilling import save_networks
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.engine import engines as engine
@@ -596,6 +598,27 @@ def test_the_network_is_written_beside_the_run_as_by_the_command(tmp_path):
     state = load_file(tmp_path / "run" / "network-student.safetensors")
     assert state.keys() == network.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "wrn28x1", "fasttext", "timm/test_resnet", "timm/test_vit"])
+def test_the_file_of_a_network_is_loaded_strictly_by_a_network_of_its_name(name, tmp_path):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    text = {"shape": (20,), "mean": (), "std": (), "tokens": 50}
+    image = {"shape": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    inputs = networks.Inputs(5, **(text if name == "fasttext" else image))
+    student = RankOne(networks.build(name, inputs), 2, factors="random", predicts="average")
+
+    class OneRun(dict):
+        folder = tmp_path
+        recipe = SimpleNamespace(peers=[SimpleNamespace(name="student", network=name)])
+
+    (path,) = save_networks(OneRun(student=student))
+    found = networks.build(name, inputs)
+    found.load_state_dict(load_file(path), strict=True)
+    images = torch.randint(50, (3, 20)) if name == "fasttext" else torch.rand(3, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(images), student.materialise()(images))
 
 
 @pytest.mark.parametrize("classes", [5, 2, 1])
