@@ -6,12 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from learners import Recorder
 from PIL import Image
 from torch import nn
 
 import peerbayes as pb
 from commands import save_npz, write_small
+from learners import Recorder
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import load_data

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners import Recorder, Stop, stopped_at
 from PIL import Image
 
 from commands import save_npz
+from learners import Recorder, Stop, stopped_at
 from peerbayes.api.fitting import train
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 
 from peerbayes import networks
+from peerbayes.codebook.peer import blank_shared, shared_of
 from peerbayes.data.dataset import Dataset
-from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
-from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
-from peerbayes.runs.plan import Node, folder_of, is_trained, only_weights
-from peerbayes.recipes.recipe import Recipe
-from peerbayes.runs.run import Run, peers_at, run_of
-from peerbayes.recipes.settings import Peer
 from peerbayes.engine.stages import seeded
 from peerbayes.engine.teachers import Teachers
+from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
-from peerbayes.codebook.peer import blank_shared, shared_of
+from peerbayes.recipes.recipe import Recipe
+from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
+from peerbayes.recipes.settings import Peer
+from peerbayes.runs.plan import Node, folder_of, is_trained, only_weights
+from peerbayes.runs.run import Run, peers_at, run_of
 
 
 def build_peer(

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from peerbayes.data.loader import Placement
-from peerbayes.errors import InputError, nearest
-from peerbayes.engine.processes import ALONE, World
-from peerbayes.engine.engines import ENGINES, STREAMS, TEACHERS, Name, pick
 from peerbayes.engine.devices import pick_device
+from peerbayes.engine.engines import ENGINES, STREAMS, TEACHERS, Name, pick
+from peerbayes.engine.processes import ALONE, World
+from peerbayes.errors import InputError, nearest
 from peerbayes.runs.plan import Node
 from peerbayes.training.reporters import ConsoleReporter, Reporter
 

@@ -13,19 +13,19 @@ from peerbayes import networks
 from peerbayes.data.dataset import Dataset, load_outside
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
-from peerbayes.runs.building import build_peers, build_teachers
-from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
-from peerbayes.runs.execution import How, in_parts, refuse_unknown
-from peerbayes.recipes.recipe_data import load_data
-from peerbayes.training.learner import Learner
-from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
-from peerbayes.training.reporters import Reporter
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.point import Point
 from peerbayes.recipes.recipe import Recipe
+from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.settings import Peer
+from peerbayes.runs.building import build_peers, build_teachers
+from peerbayes.runs.execution import How, in_parts, refuse_unknown
+from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
+from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
 from peerbayes.runs.run import Run, peer_called, peers_at
 from peerbayes.runs.session import Session, train_wave
-from peerbayes.recipes.settings import Peer
-from peerbayes.posteriors.point import Point
-from peerbayes.posteriors.base import Posterior
+from peerbayes.training.learner import Learner
+from peerbayes.training.reporters import Reporter
 
 
 class Loaded:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
+from peerbayes.posteriors.base import Posterior
 from peerbayes.runs.plan import Job
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, write_text
-from peerbayes.posteriors.base import Posterior
 
 OTHERS = "another process is training this run"
 FILES = [

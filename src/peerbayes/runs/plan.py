@@ -12,13 +12,13 @@ from torch import nn
 
 from peerbayes.data import dataset
 from peerbayes.data.dataset import Dataset
+from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
-from peerbayes.engine.perturbing import SEVERAL
-from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
-from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
-from peerbayes.recipes.settings import Peer
 from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
+from peerbayes.recipes.settings import Peer
+from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
 
 DATA_KEYS = {"name", "classes", "validation", "size", "stats", "text"}  # what a source must have in common with its run
 

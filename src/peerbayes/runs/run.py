@@ -27,13 +27,13 @@ from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, within
 from peerbayes.importing import allow, in_run, trusting
-from peerbayes.recipes.recipe_data import load_data, refuse_other_words
-from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.recipes.settings import CUSTOM
-from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.provenance import Provenance
 from peerbayes.inference.prediction import predict_split
 from peerbayes.posteriors import storage
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.provenance import Provenance
+from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe_data import load_data, refuse_other_words
+from peerbayes.recipes.settings import CUSTOM
 from peerbayes.schema import Strict, Table
 
 NAMED = 5  # runs that a sentence lists

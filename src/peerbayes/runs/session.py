@@ -10,22 +10,22 @@ from typing import Any
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
-from peerbayes.errors import InputError, TrainingError
-from peerbayes.runs import checkpoints
-from peerbayes.engine.processes import World
-from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
 from peerbayes.engine.devices import environment
-from peerbayes.runs.execution import How
-from peerbayes.recipes.recipe_data import network_inputs
-from peerbayes.training.learner import Learner
-from peerbayes.runs.plan import Job
-from peerbayes.training.reporters import Reporter
-from peerbayes.recipes.recipe import Recipe, is_recipe
-from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, stamp, write_text
+from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Teachers
-from peerbayes.training.packing import run_together
+from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
+from peerbayes.recipes.recipe import Recipe, is_recipe
+from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs import checkpoints
+from peerbayes.runs.execution import How
+from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
+from peerbayes.runs.plan import Job
+from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, stamp, write_text
+from peerbayes.training.learner import Learner
+from peerbayes.training.packing import run_together
+from peerbayes.training.reporters import Reporter
 
 
 class Session:
