@@ -45,4 +45,4 @@ def test_damage_is_one_sentence_or_changes_nothing_or_makes_another_whole_model(
 def test_the_fuzzer_sees_damage_that_goes_through(room, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "_digest", lambda *_: "always")
     _, faults = outcomes(room, tmp_path, range(60), ["bits flipped"])
-    assert any("damage went unseen" in fault for fault in faults)
+    assert any("went unseen" in fault for fault in faults)

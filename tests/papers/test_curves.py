@@ -18,10 +18,12 @@ from peerbayes.data import load as load_data
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.flatness import loss_along, sharpness
+from peerbayes.papers.catalogue import write_figure
 from peerbayes.papers.renyi import alphas, curves
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.reports import knowledge_graph as graph
+from peerbayes.reports.page import report_page
 from peerbayes.reports.record import alpha_title
 from peerbayes.runs.run import Run
 from peerbayes.terms.mutual import lessons
@@ -271,7 +273,7 @@ BAD_RUNS = [
 def test_bad_runs_are_a_sentence(tmp_path, name, make, words):
     make(tmp_path)
     with pytest.raises(InputError, match=words) as caught:
-        reporting.write_figure(name, [tmp_path], tmp_path / "out.png")
+        write_figure(name, [tmp_path], tmp_path / "out.png")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out.png").exists()
 
@@ -280,10 +282,10 @@ def test_in_a_folder_what_can_not_be_looked_at_is_left_out_and_said(tmp_path, ca
     runs = [write_run(tmp_path / f"a{alpha}", alpha, 0, [look(0.5, 0.8 + alpha / 100)]) for alpha in (1, 2)]
     write_run(tmp_path / "half", 3.0, finished=False)
     with pytest.warns(PeerbayesWarning, match=r"half: the run is not finished; .*; it is left out$"):
-        _, found = reporting.write_figure("curves", [tmp_path], tmp_path / "out.png")
-    assert found == reporting.write_figure("curves", runs, tmp_path / "other.png")[1]
+        _, found = write_figure("curves", [tmp_path], tmp_path / "out.png")
+    assert found == write_figure("curves", runs, tmp_path / "other.png")[1]
     with pytest.raises(InputError, match="half: the run is not finished"):
-        reporting.write_figure("curves", [*runs, tmp_path / "half"], tmp_path / "none.png")
+        write_figure("curves", [*runs, tmp_path / "half"], tmp_path / "none.png")
     called("figure", "curves", tmp_path, "--out", tmp_path / "again.png")
     said = capsys.readouterr().err
     assert said.startswith(f"peerbayes: {tmp_path / 'half'}: the run is not finished; ")
@@ -298,10 +300,10 @@ def test_what_runs_of_a_folder_started_from_is_none_of_its_alphas(tmp_path):
     for run in runs:
         recipe = run / "recipe.toml"
         recipe.write_text(load_recipe(recipe, [f"peers.0.start_from='{source}'"]).to_toml())
-    _, found = reporting.write_figure("curves", [tmp_path], tmp_path / "out.png")
-    assert found == reporting.write_figure("curves", runs, tmp_path / "other.png")[1]
+    _, found = write_figure("curves", [tmp_path], tmp_path / "out.png")
+    assert found == write_figure("curves", runs, tmp_path / "other.png")[1]
     with pytest.raises(InputError, match=r"differ in stages\.0\.epochs"):
-        reporting.write_figure("curves", [source, *runs], tmp_path / "none.png")
+        write_figure("curves", [source, *runs], tmp_path / "none.png")
 
 
 def verb(capsys, *arguments):
@@ -396,13 +398,13 @@ def test_the_verb_writes_a_file_and_prints_its_numbers(trained, tmp_path, monkey
 def test_numbers_of_trained_runs_are_those_of_their_files(trained, tmp_path):
     run = Run(trained / "0.5")
     (line,) = run.metrics
-    path, found = reporting.write_figure("gap", [trained / "0.5", trained / "0.5"], tmp_path / "gap.PDF", by_peer=True)
+    path, found = write_figure("gap", [trained / "0.5", trained / "0.5"], tmp_path / "gap.PDF", by_peer=True)
     assert path.read_bytes().startswith(b"%PDF")
     series = {one["peer"]: one for one in found["experiments"][0]["series"]}
     for name in "ab":
         assert series[name]["train_nll"]["mean"] == [line["peers"][name]["terms"]["likelihood"]]
         assert series[name]["test_nll"]["mean"] == [line["peers"][name]["test_nll"]]
-    chosen = reporting.write_figure("best-alpha", [trained], tmp_path / "best.png")[1]
+    chosen = write_figure("best-alpha", [trained], tmp_path / "best.png")[1]
     assert chosen["split"] == "validation"
     assert chosen["experiments"][0]["alphas"][0]["accuracy"]["mean"] == pytest.approx(
         statistics.mean(line["peers"][name]["valid_accuracy"] for name in "ab")
@@ -410,7 +412,7 @@ def test_numbers_of_trained_runs_are_those_of_their_files(trained, tmp_path):
 
 
 def test_flatness_is_measured_around_the_means_on_training_images(trained, tmp_path):
-    path, found = reporting.write_figure("flatness", [trained], tmp_path / "flat.png", device="cpu")
+    path, found = write_figure("flatness", [trained], tmp_path / "flat.png", device="cpu")
     assert path.is_file()
     first, _ = found["experiments"][0]["series"]
     data = load_data("digits", validation=200)
@@ -481,10 +483,10 @@ def test_the_page_of_a_run_shows_its_graph(trained):
         assert picture.format == "PNG"
     # Methods that share a graph share the picture; without one there is none.
     other = record | {"method": "other"}
-    assert reporting.report_page([record, other], "h", {}).count("teaches a") == 1
-    assert "custom, other. Who teaches whom" in reporting.report_page([record, other], "h", {})
+    assert report_page([record, other], "h", {}).count("teaches a") == 1
+    assert "custom, other. Who teaches whom" in report_page([record, other], "h", {})
     alone = {key: value for key, value in record.items() if key != "lessons"}
-    assert "Who teaches" not in reporting.report_page([alone], "h", {})
+    assert "Who teaches" not in report_page([alone], "h", {})
 
 
 def test_a_run_without_a_mutual_term_has_no_graph(trained, tmp_path):

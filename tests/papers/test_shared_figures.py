@@ -19,6 +19,7 @@ from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.shared import Shared
 from peerbayes.data import load as load_data
 from peerbayes.errors import InputError, PeerbayesWarning
+from peerbayes.papers.catalogue import write_figure
 from peerbayes.papers.renyi import curves
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import MeanField, Point
@@ -27,6 +28,8 @@ from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.reports import groups, weights
 from peerbayes.reports.figures import png
+from peerbayes.reports.page import report_page
+from peerbayes.reports.records import write_record
 from peerbayes.runs.run import Run
 
 WEIGHTS = 64 * 256 + 256 * 256 + 256 * 10
@@ -81,7 +84,7 @@ def write(folder, posterior, recipe, seed, inputs, changes=()):
     found = reporting.evaluate(folder, device="cpu")
     if recipe == "dnn":
         del found["peers"][0]["bytes"]  # as records were before they held it
-    reporting.write_record(folder / "evaluation.json", found)
+    write_record(folder / "evaluation.json", found)
 
 
 def drawn(figure):
@@ -279,7 +282,7 @@ def test_in_a_folder_runs_with_networks_of_ones_own_are_left_out_of_bytes(runs, 
     assert [run.folder.name for run in found] == ["shared"]
     assert len(groups.open_runs([tmp_path])) == 2
     with pytest.raises(InputError, match=r"own: peer 'net' has a network of your own$"):
-        reporting.write_figure("bytes", [tmp_path / "shared", tmp_path / "own"], tmp_path / "bytes.png")
+        write_figure("bytes", [tmp_path / "shared", tmp_path / "own"], tmp_path / "bytes.png")
 
 
 def test_figures_against_bytes_are_those_of_files_and_records(runs):
@@ -392,7 +395,7 @@ def test_a_legend_says_a_method_and_its_options_in_words_that_tell_lines_apart(t
 
 
 def test_every_option_of_a_codebook_has_words_of_its_own():
-    table = settings.Shared(kind="shared").model_dump(exclude={"kind", "thrift", "merge"}) | {"thrifty": True}
+    table = settings.SharedOptions(kind="shared").model_dump(exclude={"kind", "thrift", "merge"}) | {"thrifty": True}
     table |= {f"merge.{key}": value for key, value in settings.Merge().model_dump().items()}
     others = {key: not value if isinstance(value, bool) else 7 for key, value in table.items()}
     words = [against_bytes._words(key, value) for one in (table, others) for key, value in one.items()]
@@ -559,7 +562,7 @@ def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):
     assert isinstance(shared["net"], Shared)
     (picture,) = weights.shared_picture(shared).items()
     record = json.loads((shared.folder / "evaluation.json").read_text())
-    pages = [reporting.report_page([record], "h", {}, more) for more in ({}, dict([picture]))]
+    pages = [report_page([record], "h", {}, more) for more in ({}, dict([picture]))]
     assert [page.count("<img") for page in pages] == [3, 4]
     assert picture[0] in pages[1]
 
@@ -567,4 +570,4 @@ def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):
 def test_all_figures_are_known_by_name():
     assert {"posterior", "bytes", "confidence"} <= set(curves.NAMES)
     with pytest.raises(InputError, match="did you mean 'posterior'"):
-        reporting.write_figure("posteriors", ["x"])
+        write_figure("posteriors", ["x"])

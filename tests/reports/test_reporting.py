@@ -20,6 +20,8 @@ from peerbayes import reports as reporting
 from peerbayes.errors import InputError
 from peerbayes.papers.latentbe.distillation_figures import draw_diversity
 from peerbayes.reports import figures, tables
+from peerbayes.reports.page import report_page
+from peerbayes.reports.records import find_runs
 
 
 def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):
@@ -137,7 +139,7 @@ def test_that_one_seed_has_no_spread_is_said_once(records):
     assert "could have shown" in mixed
     assert mixed.splitlines()[-1].startswith("one seed has no spread")
     assert [page.count("1 seed is distinguishable") for page in
-            (reporting.report_page(some, "h", {}) for some in (given, records))] == [1, 0]  # fmt: skip
+            (report_page(some, "h", {}) for some in (given, records))] == [1, 0]  # fmt: skip
 
 
 def test_differences_are_paired_and_say_what_could_have_been_shown(records):
@@ -219,7 +221,7 @@ def test_images_from_elsewhere_have_a_table_of_their_own(records):
     assert parts[4].splitlines()[0].startswith("far told")
     assert parts[4].splitlines()[-1].split() == ["average", "0.600", "0.500", "0.500"]
     page = Page()
-    page.feed(reporting.report_page(records, "h", {}))
+    page.feed(report_page(records, "h", {}))
     assert page.seen.count("table") == 4  # with that of images kept
     assert page.cells.count("0.910 ± 0.006") == 3
     assert "svhn, told from the test split by entropy" in page.text
@@ -238,7 +240,7 @@ def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
     assert [row.split("  ")[-2].strip() for row in rows] == ["71.00 ± 0.58", "80.00 ± 0.00", "75.50 ± 0.29"]
     assert [row.split("  ")[-1].strip() for row in rows] == ["1.000 ± 0.000", "2.000 ± 0.000", "1.500 ± 0.000"]
     page = Page()
-    page.feed(reporting.report_page(records, "h", {}))
+    page.feed(report_page(records, "h", {}))
     assert page.seen.count("table") == 3  # with that of images kept
     assert "75.50 ± 0.29" in page.cells
     assert "The mean over the last 10 epochs, on the test split" in page.text
@@ -344,7 +346,7 @@ def metrics():
 
 def test_the_page_is_whole_html_with_its_pictures_inside(records):
     page = Page()
-    text = reporting.report_page(records, "A heading", {"How it went": metrics()})
+    text = report_page(records, "A heading", {"How it went": metrics()})
     page.feed(text)
     page.close()
     assert page.open == []
@@ -374,7 +376,7 @@ def test_users_text_is_escaped(records):
     for item in changed:
         item["dataset"] = item["hardware"] = nasty
         item["peers"][0]["name"] = "<b>scratch"
-    text = reporting.report_page(changed, nasty, {nasty: metrics()})
+    text = report_page(changed, nasty, {nasty: metrics()})
     assert "<script" not in text
     assert "<b>" not in text
     page = Page()
@@ -384,12 +386,12 @@ def test_users_text_is_escaped(records):
 
 
 def test_one_seed_is_said_on_the_page(records):
-    assert "(one seed: no spread)" in reporting.report_page(records[:1], "h", {})
-    assert "(one seed: no spread)" not in reporting.report_page(records, "h", {})
+    assert "(one seed: no spread)" in report_page(records[:1], "h", {})
+    assert "(one seed: no spread)" not in report_page(records, "h", {})
 
 
 def test_one_draw_is_one_draw(records):
-    one, five = (reporting.report_page([{**record, "draws": n} for record in records], "h", {}) for n in (1, 5))
+    one, five = (report_page([{**record, "draws": n} for record in records], "h", {}) for n in (1, 5))
     assert " 1 draw at test" in one
     assert " 5 draws at test" in five
 
@@ -406,7 +408,7 @@ def test_retention_is_drawn_and_tabled_by_both_rankings(records):
         f"images kept, by lowest {ranking} (%)" for ranking in ("entropy", "disagreement")
     ]
     text = reporting.text_table(records, retention=True)
-    page = reporting.report_page(records, "h", {})
+    page = report_page(records, "h", {})
     for axes, low in zip(panels, (91, 81)):
         lines = {line.get_label(): line for line in axes.get_lines()}
         x, y = lines["DML scratch"].get_data()
@@ -717,8 +719,8 @@ def test_runs_of_a_folder_come_by_their_numbers(tmp_path):
     for name in reversed(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").touch()
-    assert [path.name for path in reporting.find_runs(tmp_path)] == names
+    assert [path.name for path in find_runs(tmp_path)] == names
     for name in ("seed10", "seed9"):  # a run of several seeds; what they started from lies beside them
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").touch()
-    assert [path.name for path in reporting.find_runs(tmp_path)] == ["seed9", "seed10"]
+    assert [path.name for path in find_runs(tmp_path)] == ["seed9", "seed10"]

@@ -21,7 +21,7 @@ from peerbayes.errors import PeerbayesWarning
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import load_data
-from peerbayes.reports.sizes import paper_count
+from peerbayes.reports.sizes import paper_count, size_table
 
 SMALL = ["stages.0.epochs=1", "evaluation.draws=3", "data.batch_size=600", "gradient_share_every=0"]
 
@@ -178,7 +178,7 @@ def test_forms_are_judged_as_runs_are(runs, capsys):
 def test_the_table_shows_every_part_and_form(accounts):
     record = accounts["shared"]
     judged = [form | {"accuracy": 0.5, "nll": 1.25, "ece": 0.125} for form in record["forms"]]
-    text = reporting.size_table(record | {"forms": judged})
+    text = size_table(record | {"forms": judged})
     whole = next(form["bytes"] for form in record["forms"] if form["name"] == "float32")
     for part, size in (record["parts"] | {"total": record["bytes"]}).items():
         assert any(line.split() == [*part.split(), f"{size:,}", f"{100 * size / whole:.1f}"] for line in
@@ -190,7 +190,7 @@ def test_the_table_shows_every_part_and_form(accounts):
     assert f"paper count {record['paper_count']:,} = " in text
     assert f"trainable numbers {record['trainable']:,}" in text
     assert f"beside {record['same_posterior']}:" in text
-    plain = reporting.size_table(accounts["point"])
+    plain = size_table(accounts["point"])
     assert "ACC" not in plain
     assert plain.count("% of network, float32") == 2
 

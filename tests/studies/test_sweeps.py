@@ -28,7 +28,7 @@ from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports import figures
 from peerbayes.studies.space import Axis, corners, folder_name, overrides, parse_axes
 from peerbayes.studies.study import Study
-from peerbayes.studies.sweep_report import sweep_figure
+from peerbayes.studies.sweep_report import sweep_figure, sweep_table, write_sweep_figure
 from peerbayes.studies.sweeps import Sweep, sweep
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs locks and signals")
@@ -191,8 +191,8 @@ def test_nothing_is_asked_of_the_test_split(place, tmp_path, monkeypatch, change
     options = {"seeds": [0], "out": tmp_path, "device": "cpu", "objective": "accuracy", "changes": changes}
     found = sweep(place / "point.toml", [f"{LR}=0.1,0.2"], **options)
     assert found.table[0]["value"] >= found.table[1]["value"]
-    reporting.write_sweep_figure(found)
-    reporting.sweep_table(found)
+    write_sweep_figure(found)
+    sweep_table(found)
     with pytest.raises(AssertionError, match="the test split was"):
         reporting.evaluate(found.best["runs"][0], device="cpu")
 
@@ -213,7 +213,7 @@ def test_a_setting_that_diverges_fails_alone_and_once(place, tmp_path):
     assert again.table == found.table
     assert [row["state"] for row in found.table] == ["complete", "failed"]
     assert "became" in found.table[1]["reason"]
-    text = reporting.sweep_table(found)
+    text = sweep_table(found)
     assert f"{LR}=1e+30 failed: term 'likelihood'" in text
     assert any(line.startswith("failed") for line in text.splitlines())
 

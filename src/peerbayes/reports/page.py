@@ -38,7 +38,7 @@ def report_page(
     ]  # fmt: skip
     pictures = [_picture(caption, figure) for caption, figure in drawn] + _graphs(records)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(resources.files("peerbayes.reports").joinpath("report.html").read_text("utf-8"))
+    template = environment.from_string(resources.files("peerbayes.reports").joinpath("page.html").read_text("utf-8"))
     return template.render(
         heading=heading,
         subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
