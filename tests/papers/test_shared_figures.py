@@ -19,8 +19,7 @@ from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.shared import Shared
 from peerbayes.data import load as load_data
 from peerbayes.errors import InputError, PeerbayesWarning
-from peerbayes.papers.catalogue import write_figure
-from peerbayes.papers.renyi import curves
+from peerbayes.papers import catalogue
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes import settings
@@ -208,8 +207,10 @@ def test_a_shared_posterior_is_its_components_blends_and_outliers(runs, layer, m
     blends = (book.blend_weight[:, :, None] * book.component[book.blend_component.long()]).sum(1).detach()
     marks = torch.tensor([found["blended"]["mean"], found["blended"]["scale"]]).T
     assert (marks[:, None] - blends).abs().amax(2).amin(1).max() < 1e-6
-    own = dict(zip(book.outlier_mean.tolist(), book.outlier_std.tolist(), strict=True))
-    assert all(own[m] == s for m, s in zip(found["outliers"]["mean"], found["outliers"]["scale"], strict=True))
+    outliers = set(
+        zip(book.outlier_mean.tolist(), book.outlier_std.tolist(), strict=True)
+    )  # rounded means may be equal
+    assert set(zip(found["outliers"]["mean"], found["outliers"]["scale"], strict=True)) <= outliers
     for name, number in (("single", 0), ("blended", 1), ("outliers", 2)):
         expected = np.histogram(mean[place][kind[place] == number].astype(float), found["mean_edges"])[0]
         assert np.abs(np.cumsum(found["means"][name]) - np.cumsum(expected)).max() <= 1  # one may lie on an edge
@@ -282,7 +283,7 @@ def test_in_a_folder_runs_with_networks_of_ones_own_are_left_out_of_bytes(runs, 
     assert [run.folder.name for run in found] == ["shared"]
     assert len(groups.open_runs([tmp_path])) == 2
     with pytest.raises(InputError, match=r"own: peer 'net' has a network of your own$"):
-        write_figure("bytes", [tmp_path / "shared", tmp_path / "own"], tmp_path / "bytes.png")
+        catalogue.write_figure("bytes", [tmp_path / "shared", tmp_path / "own"], tmp_path / "bytes.png")
 
 
 def test_figures_against_bytes_are_those_of_files_and_records(runs):
@@ -568,6 +569,6 @@ def test_only_runs_with_shared_weights_have_their_picture_on_the_page(runs):
 
 
 def test_all_figures_are_known_by_name():
-    assert {"posterior", "bytes", "confidence"} <= set(curves.NAMES)
+    assert {"posterior", "bytes", "confidence"} <= set(catalogue.NAMES)
     with pytest.raises(InputError, match="did you mean 'posterior'"):
-        write_figure("posteriors", ["x"])
+        catalogue.write_figure("posteriors", ["x"])

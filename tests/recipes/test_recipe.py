@@ -172,10 +172,10 @@ def test_ours_has_the_papers_settings():
 @pytest.mark.parametrize(
     ("table", "made"),
     [
-        (tables.MeanField, MeanField),
-        (tables.RankOne, RankOne),
-        (tables.Shared, Shared),
-        (tables.Shared, Sharing),
+        (tables.MeanFieldOptions, MeanField),
+        (tables.RankOneOptions, RankOne),
+        (tables.SharedOptions, Shared),
+        (tables.SharedOptions, Sharing),
         (tables.Merge, merge),
     ],
 )
