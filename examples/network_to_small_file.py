@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import peerbayes as pb
-from peerbayes.reports.sizes import size_table, sizes
+from peerbayes.reports.file_sizes import size_table, sizes
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/examples/small-file")
 

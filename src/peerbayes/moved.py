@@ -34,7 +34,7 @@ _ROOMS = {
         "reports.record": "Record",
         "reports.records": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",
-        "reports.sizes": "size_table sizes",
+        "reports.file_sizes": "size_table sizes",
         "studies.sweep_report": "sweep_table write_sweep_figure",
         "reports.tables": "differences rows text_table",
     },

@@ -125,6 +125,11 @@ def test_a_key_and_its_value_are_told_in_one_line(key, text):
     assert before == after
 
 
+def test_a_line_for_one_peer_leaves_alone_what_a_line_for_all_gave_the_others():
+    recipe = load_recipe("mutual/digits-vanilla", ["peers.0.posterior.rho=-2.0"])
+    assert [peer.posterior.rho for peer in recipe.peers] == [-2.0, -5.0]
+
+
 def test_none_takes_away_what_need_not_be_there():
     name = "distillation/cifar10-wrn28x1-latentbe-tdiv-sdiv-de4"
     assert load_recipe(name).stages[0].perturb is not None

@@ -21,7 +21,7 @@ from peerbayes.errors import PeerbayesWarning
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import load_data
-from peerbayes.reports.sizes import paper_count, size_table
+from peerbayes.reports.file_sizes import paper_count, size_table
 
 SMALL = ["stages.0.epochs=1", "evaluation.draws=3", "data.batch_size=600", "gradient_share_every=0"]
 

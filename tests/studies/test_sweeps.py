@@ -24,6 +24,7 @@ from peerbayes import data
 from peerbayes import metrics as evaluation
 from peerbayes import reports as reporting
 from peerbayes.errors import PeerbayesWarning
+from peerbayes.recipes import recipe_data
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports import figures
 from peerbayes.studies.space import Axis, corners, folder_name, overrides, parse_axes
@@ -180,14 +181,14 @@ class Untouchable:
 
 @pytest.mark.parametrize("changes", [[], ["evaluation.test_every=1"], ["evaluation.last_epochs=1"]])
 def test_nothing_is_asked_of_the_test_split(place, tmp_path, monkeypatch, changes):
-    real = data.load
+    real = recipe_data.load
 
     def guarded(*arguments, **options):
         found = real(*arguments, **options)
         object.__setattr__(found, "test", Untouchable())
         return found
 
-    monkeypatch.setattr(data, "load", guarded)
+    monkeypatch.setattr(recipe_data, "load", guarded)
     options = {"seeds": [0], "out": tmp_path, "device": "cpu", "objective": "accuracy", "changes": changes}
     found = sweep(place / "point.toml", [f"{LR}=0.1,0.2"], **options)
     assert found.table[0]["value"] >= found.table[1]["value"]

@@ -143,7 +143,7 @@ def size(
     as_json: Json = False,
 ) -> None:
     """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
-    from peerbayes.reports.sizes import size_table, sizes
+    from peerbayes.reports.file_sizes import size_table, sizes
 
     trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,7 +141,6 @@ def _power(number: int) -> int:
 @functools.cache
 def _kernel(name: str) -> Any:
     """Return a kernel from the file of its name, or None where there is no Triton to compile it."""
-    try:
-        return getattr(importlib.import_module(f"peerbayes.posteriors.{name}"), name)
-    except ImportError:
+    if importlib.util.find_spec("triton") is None:
         return None
+    return getattr(importlib.import_module(f"peerbayes.kernels.{name}"), name)

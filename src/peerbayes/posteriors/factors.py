@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from peerbayes.errors import InputError
-from peerbayes.math.noise import Address, uniform
+from peerbayes.math.noise import Address, integers, uniform
 from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.network_state import evaluating, kept_buffers
@@ -173,6 +173,9 @@ def check_rows(
     rows = inputs[torch.arange(TRIED, device=inputs.device) % len(inputs)]
     if rows.is_floating_point():  # so that no two are alike
         rows = rows + uniform(Address(0, "trial", "rows"), rows.numel(), rows.device).view(rows.shape).to(rows.dtype)
+    else:
+        tokens = integers(Address(0, "trial", "rows"), int(rows.max()) + 1, rows.numel(), rows.device)
+        rows = tokens.view(rows.shape).to(rows.dtype)
     parts = [rows.roll(member, 0) for member in range(members)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_buffers(network))
@@ -181,6 +184,7 @@ def check_rows(
         for module in network.modules():  # those that have others in them may call others of them in training
             if not any(module.children()):
                 stack.enter_context(evaluating(module))
+        _seen(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time
         alone = [_seen(network, layers, captured, part, run) for part in parts]
         whole = _seen(network, layers, captured, torch.cat(parts), run)
         other = _seen(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)

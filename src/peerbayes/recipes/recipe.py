@@ -269,12 +269,12 @@ def _put(node: Any, parts: list[str], value: Any, origin: str) -> None:
             if rest:
                 _put(node[index], rest, value, origin)
             else:
-                node[index] = value
+                node[index] = copy.deepcopy(value)
     elif isinstance(node, dict):
         if rest:
             _put(node.setdefault(head, {}), rest, value, origin)
         else:
-            node[head] = value
+            node[head] = copy.deepcopy(value)  # of many items, a later line may change one's alone
     else:
         raise InputError(f"{origin}: '{head}' is below a plain value")
 

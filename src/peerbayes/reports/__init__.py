@@ -16,7 +16,7 @@ _get, __dir__ = lazy(
         "differences": "reports.tables",
         "evaluate": "reports.records",
         "predict_inputs": "reports.predicting",
-        "sizes": "reports.sizes",
+        "sizes": "reports.file_sizes",
         "text_table": "reports.tables",
         "write_report": "reports.page",
     },
