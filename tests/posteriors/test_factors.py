@@ -293,4 +293,4 @@ def test_a_shape_is_tried_once_by_each_posterior():
     one = RankOne(every(), 1)
     one.network.register_forward_hook(lambda *_: calls.append(1))
     one.forward_members(images())
-    assert len(calls) == 11
+    assert len(calls) == 12
