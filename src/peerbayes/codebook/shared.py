@@ -61,12 +61,12 @@ class Shared(Posterior):
     A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
     ``sampling`` a draw is:
 
-    ``hierarchical``  μ̃ = m + a ε₁, σ̃ = s + b ε₁ + c ε₂, w = μ̃ + σ̃ ε₃, for every weight anew; given ε₃ this is
-                      Gaussian, so two numbers make it: w = m + s ε₃ + √((a + b ε₃)² + c² ε₃²) ε
-    ``moment``        w = m + √v ε with v = s² + a² + b² + c², which has the same mean and variance
-    ``mean``          w = m + s ε
-    ``cluster``       w = m + a ε, one for all weights of a component
-    ``cluster_hier``  as hierarchical, one for all weights of a component
+    - ``hierarchical``: μ̃ = m + a ε₁, σ̃ = s + b ε₁ + c ε₂, w = μ̃ + σ̃ ε₃, for every weight anew; given ε₃ this is
+      Gaussian, so two numbers make it: w = m + s ε₃ + √((a + b ε₃)² + c² ε₃²) ε
+    - ``moment``: w = m + √v ε with v = s² + a² + b² + c², which has the same mean and variance
+    - ``mean``: w = m + s ε
+    - ``cluster``: w = m + a ε, one for all weights of a component
+    - ``cluster_hier``: as hierarchical, one for all weights of a component
 
     A blended weight has the parameters Σ_j α_j (m, s, a, b, c)_j of two components; where components are drawn as a
     whole, it is Σ_j α_j w_j. As a ``mixture`` it belongs to one of the two in each draw, with probability α_j. Means,
