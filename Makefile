@@ -1,11 +1,12 @@
-# The two commands: `make demo` and `make test`. Both set up what they need in .venv.
+# The two commands: `make demo` and `make test`. They, and `make docs`, set up what they need in .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint bench docs clean
 
 demo: $(READY)
 	$(BIN)/peerbayes demo
@@ -26,6 +27,14 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/peerbayes bench
 
+docs: $(DOCS_READY)  # the site, in docs/_build/html; a warning, such as a link that leads nowhere, is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(DOCS_READY)
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("peerbayes needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo build docs/_build docs/generated src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

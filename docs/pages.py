@@ -263,7 +263,7 @@ def recipe_reference() -> str:
                 sections += [
                     f"### {prefix}{name}",
                     prose(inner[0]),
-                    table(inner[0], f"{name}.", also=referred(inner[0])),
+                    table(inner[0], f"{prefix}{name}.", also=referred(inner[0])),
                 ]
         if key == "peers":
             sections.append(posterior_sections())

@@ -216,5 +216,5 @@ def test_the_guide_names_every_network_data_set_and_term():
     # In a process of its own: other tests add networks and terms.
     code = "import peerbayes as pb; print(*pb.networks.names(), *pb.data.names(), *pb.terms.names())"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text()
+    guide = "".join(page.read_text() for page in (Path(__file__).parent.parent / "docs" / "guide").glob("*.md"))
     assert [name for name in names if f"`{name}`" not in guide] == []

@@ -29,6 +29,8 @@ class Recipe(Strict):
 
     Attributes:
         name: the recipe's own name; filled in when it is loaded.
+        title: what it trains, in a sentence.
+        reproduces: which row of which table of a paper, if it does.
         method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
         update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
             before it after their update.

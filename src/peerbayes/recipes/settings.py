@@ -35,6 +35,8 @@ class Data(Strict):
     Attributes:
         name: a data set, an ``.npz`` file or an image folder.
         classes: refuse data with another number of classes.
+        batch_size: images in a batch, over all processes.
+        augment: names of augmentations, in the order in which they are applied.
         validation: images (or fraction) of the training split kept for validation.
         size: image size for folders.
         stats: normalise colour images by ``imagenet``'s mean and deviation instead of the data's own.
@@ -162,7 +164,14 @@ class SharedOptions(Strict):
 
 
 class Peer(Strict):
-    """A posterior over a network; ``start_from`` is a recipe (trained first if need be), a run or a file."""
+    """A posterior over a network.
+
+    Attributes:
+        name: letters, digits, ``_`` and ``-``; names its files and its rows in tables.
+        network: a name, ``timm/NAME``, or ``package.module:function``.
+        posterior: a table whose ``kind`` says what else it may hold.
+        start_from: where its weights begin: a recipe (trained first if need be), a run folder or a safetensors file.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
@@ -224,6 +233,11 @@ class Optimizer(Strict):
     """An optimiser of torch.optim.
 
     Attributes:
+        name: which optimiser; AdamW decays weights apart from the gradient.
+        lr: learning rate.
+        momentum: of SGD.
+        nesterov: Nesterov's momentum.
+        weight_decay: of means and of what is not Bayesian; scales do not decay.
         clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
         scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
     """
@@ -247,8 +261,11 @@ class Stage(Strict):
     """Epochs with an optimiser, a learning-rate schedule and terms. Optimiser and learning rate start anew.
 
     Attributes:
+        epochs: passes over the training split.
+        optimizer: a table, see `Optimizer`.
         lr_milestones: epochs of this stage after which the learning rate is multiplied by ``lr_factor``.
         lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
+        lr_factor: what the learning rate is multiplied by at a milestone.
         warmup: epochs of linear warm-up.
         perturb: steps of the images before anybody sees them.
         freeze_rest: leave alone what is not Bayesian: batch-norm's scales and shifts, say. Its statistics still move.
@@ -298,6 +315,7 @@ class Evaluation(Strict):
         test_every: epochs between two looks at the test split during training, for curves; 0 for none.
         last_epochs: also report the mean over the last so many epochs, as some papers do; 0 for none. These epochs are
             evaluated on the test split whatever ``test_every`` is.
+        ece_bins: bins of equal width of the expected calibration error.
         keep: the peers as they are at the ``last`` epoch, or at the ``best`` one of the last stage by accuracy on the
             validation split, each peer by itself.
         out_of_distribution: data sets whose images the peers should be unsure of.
