@@ -329,7 +329,8 @@ def recipe_list() -> str:
         f"There are {len(packaged)}. `peerbayes recipes show NAME` prints one, `peerbayes train NAME` trains it, and a "
         "recipe of your own may extend it.",
         "## For data of your own",
-        "`fit`, `distill` and `compress` take these where no other is named.",
+        "`distill` takes `distillation/latentbe`, `compress` takes `sharing/stage1` and then `sharing/shared`, where no "
+        "other is named.",
         recipe_table(sorted(own), paper=False),
     ]
     for group, (title, page) in GROUPS.items():
@@ -384,7 +385,7 @@ def package_names(name: str) -> str:
     exported = {
         f"peerbayes.{name}.{one}": getattr(package, one)
         for one in getattr(package, "__all__", ())
-        if one not in peerbayes.__all__ and not inspect.ismodule(getattr(package, one))
+        if getattr(package, one) is not getattr(peerbayes, one, None) and not inspect.ismodule(getattr(package, one))
     }
     for module_name, names in MODULES.get(name, {}).items():
         module = importlib.import_module(f"peerbayes.{module_name}")
