@@ -329,8 +329,8 @@ def recipe_list() -> str:
         f"There are {len(packaged)}. `peerbayes recipes show NAME` prints one, `peerbayes train NAME` trains it, and a "
         "recipe of your own may extend it.",
         "## For data of your own",
-        "`distill` takes `distillation/latentbe`, `compress` takes `sharing/stage1` and then `sharing/shared`, where no "
-        "other is named.",
+        "Where no other is named, `distill` takes `distillation/latentbe`, and `compress` takes `sharing/stage1` and "
+        "then `sharing/shared`.",
         recipe_table(sorted(own), paper=False),
     ]
     for group, (title, page) in GROUPS.items():
