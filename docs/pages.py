@@ -55,7 +55,7 @@ MODULES = {
     "terms": {"terms.elbo": None, "terms.mutual": None, "terms.diversity": None, "terms.distillation": None},
     "runs": {"runs.plan": ("Job", "Plan", "resolve"), "runs.executor": ("execute",)},
     "papers": {"papers.catalogue": ("write_figure",)},
-    "reports": {"reports.sizes": ("size_table",)},
+    "reports": {"reports.file_sizes": ("size_table",)},
 }
 
 
