@@ -92,7 +92,7 @@ class MeanField(Posterior):
         return self.layout.flatten(scales).expm1().log().float()
 
     @property
-    def scales(self) -> set[str]:
+    def rhos(self) -> set[str]:
         """ρ."""
         return {"rho"}
 

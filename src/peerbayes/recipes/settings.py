@@ -226,6 +226,8 @@ class Optimizer(Strict):
     Attributes:
         clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
         scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
+        scale_space: ``sigma`` takes steps of σ itself, not of ρ, by gradients of σ, and at most halves or doubles σ in
+            one. σ = softplus(ρ) is flat where σ is small: SGD on ρ moves a σ of 1e-3 by a millionth of a step of σ.
     """
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
@@ -235,6 +237,7 @@ class Optimizer(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(ge=0)] = 0.0
     scale_lr: PositiveFloat | None = None
+    scale_space: Literal["sigma"] | None = None
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Optimizer:
