@@ -140,6 +140,9 @@ class Learner:
 
     def steps(self) -> Iterator[None]:
         """Train step by step, each within ``engine.running()``."""
+        if not self.position.step:
+            for text in filter(None, map(self._probe.swamped, self.peers)):
+                self.reporter.warn(text)
         try:
             for number in range(self.position.stage, len(self.recipe.stages)):
                 if number != self.position.stage:
