@@ -1,5 +1,7 @@
 """Scales while they learn: what weight decay may pull at, rates and optimisers of their own, and who does not move."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -289,3 +291,35 @@ def test_large_parameters_are_sampled():
     assert changes(before, sampled(state, {"a": posterior}), ["a"])["a"] == pytest.approx(
         {"means": 0.01, "scales": 0.0}, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_checkpoint_within_an_epoch_goes_on_as_it_was_also_one_of_before(old):
+    """Checkpoints of before know neither what an epoch began with nor who has been told of: they go on without."""
+    saved, lines = [], {}
+
+    def learner(lines_to):
+        recipe = made_recipe(PAPER | {"scale_space": "sigma"}, ALONE, epochs=2)
+
+        def save(tensors, about):
+            saved.append(({name: t.detach().clone() for name, t in tensors.items()}, copy.deepcopy(about)))
+
+        options = {"save": save, "checkpoint_every": 2}
+        posterior = MeanField(net(), gain=0.01, prior="anchored", prior_std=0.1)
+        return posterior, Learner(recipe, {"a": posterior}, made_data(), 0, log=lines_to.append, **options)
+
+    whole, training = learner(lines.setdefault("whole", []))
+    training.run()
+    tensors, about = next(both for both in saved if both[1]["position"]["step"] == 2)
+    assert any(name.startswith("before/") for name in tensors)
+    assert not any(name.startswith("before/") for name in saved[-1][0])  # where an epoch ends nothing has to be known
+    if old:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("before/")}
+        del about["position"]["still"]
+    resumed, training = learner(lines.setdefault("resumed", []))
+    training.restore(tensors, about)
+    training.run()
+    assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
+    changes_of_epochs = {who: [line["peers"]["a"].get("change") for line in epochs] for who, epochs in lines.items()}
+    expected = [None, changes_of_epochs["whole"][1]] if old else changes_of_epochs["whole"]
+    assert changes_of_epochs["resumed"] == expected
