@@ -11,12 +11,12 @@ import peerbayes as pb
 from peerbayes import Address, MeanField
 from peerbayes.codebook.build import Sharing, _components_for, cholesky_of, gradient_statistic, share
 from peerbayes.codebook.clustering import em, kmeans
-from peerbayes.codebook.grids import inverse_softplus
 from peerbayes.codebook.merging import merge
 from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.data import order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components
+from peerbayes.math.scales import inverse_softplus
 
 APART = {"components": 12, "threshold": 0.15, "top": 0.02, "smallest": 20, "merge": {"distance": 0}}
 

@@ -206,7 +206,8 @@ def test_a_posterior_is_shown_with_its_network_as_it_is(make):
     network = Talkative()
     posterior = make(network)
     shown = textwrap.indent(repr(network), "  ").lstrip()
-    assert repr(posterior) == f"{type(posterior).__name__}(\n  (network): {shown}\n)"
+    counted = f"  {posterior.extra_repr()}\n" if posterior.extra_repr() else ""
+    assert repr(posterior) == f"{type(posterior).__name__}(\n{counted}  (network): {shown}\n)"
     assert "bias=True" in shown
     assert dict(posterior.network.named_parameters()) == {}
     assert posterior.training

@@ -75,7 +75,7 @@ def distill(
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
     kind = chosen.peers[0].posterior
-    options = kind.model_dump(exclude={"kind", "members"})
+    options = {name: value for name, value in kind.arguments().items() if name != "members"}
     if kind.kind == "rank_one":
         draws = chosen.teachers.draws
         members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)

@@ -35,8 +35,9 @@ from torch import Tensor
 
 from peerbayes.codebook.book import SHARES
 from peerbayes.codebook.coder import LZMA, decode, encode
-from peerbayes.codebook.grids import fits_half, from_multiples, from_powers, inverse_softplus, to_multiples, to_powers
+from peerbayes.codebook.grids import fits_half, from_multiples, from_powers, to_multiples, to_powers
 from peerbayes.errors import InputError
+from peerbayes.math.scales import inverse_softplus
 
 if TYPE_CHECKING:
     from peerbayes.codebook.shared import Shared

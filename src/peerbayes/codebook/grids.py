@@ -60,12 +60,6 @@ def from_powers(codes: Tensor, top: int) -> Tensor:
     return torch.tensor(levels + [-level for level in levels])[codes.long()]
 
 
-def inverse_softplus(values: Tensor) -> Tensor:
-    """Return ρ with softplus(ρ) = value, float64; −inf for 0."""
-    values = values.double()
-    return values + torch.log(-torch.expm1(-values))
-
-
 def fits_half(tensor: Tensor) -> bool:
     """Tell whether float16 holds all numbers to 2^-10 of themselves, or of their mean size; infinities stay."""
     sizes = tensor[tensor.isfinite()].abs()

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerbayes.codebook.grids import fits_half, inverse_softplus
+from peerbayes.codebook.grids import fits_half
 from peerbayes.codebook.shared import Shared
+from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from peerbayes.codebook.book import Codebook, blank_codebook, check_codebook, in_file_order
 from peerbayes.codebook.drawing import drawn_at, drawn_with
 from peerbayes.codebook.file import EXACT, FIRST, packed, unpacked
-from peerbayes.codebook.grids import inverse_softplus
 from peerbayes.codebook.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, start
+from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.parameters import Predicate, require_same
@@ -264,6 +264,11 @@ class Shared(Posterior):
     def device(self) -> torch.device:
         """The device that the weights are on."""
         return self.rest.device
+
+    @property
+    def rhos(self) -> set[str]:
+        """The outliers' ρ."""
+        return {"outlier_rho"}
 
     @property
     def scales(self) -> set[str]:

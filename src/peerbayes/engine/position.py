@@ -19,6 +19,7 @@ class Position:
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     inert: dict[str, int] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    still: list[str] = field(default_factory=list)  # peers' groups of parameters that were told of, once a run
 
     def begin_stage(self, number: int) -> None:
         """Go to the first step of a stage."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerbayes.errors import within
 from peerbayes.math.noise import Address
+from peerbayes.math.scales import moved, sigma_gradient
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes import settings
 from peerbayes.terms.definition import Shapes, Term
@@ -110,6 +113,8 @@ class StageState:
         # All optimisers hold these: of everything, and of scales.
         self._rates = [torch.tensor(self.lr * factor, device=device) for factor in (1.0, self._ratio)]
         self._on_gpu = rates_on_device(device)
+        in_sigma = stage.optimizer.scale_space == "sigma"
+        self._in_sigma = {name: posterior.rhos if in_sigma else set() for name, posterior in peers.items()}
         self.optimizers = {
             owner: self._optimizer(owner, parameters) for owner, parameters in self.parameters.items() if parameters
         }
@@ -182,8 +187,24 @@ class StageState:
             if owner in self.optimizers:
                 if self.settings.optimizer.clip:
                     nn.utils.clip_grad_norm_(self.parameters[owner].values(), self.settings.optimizer.clip)
-                self.optimizers[owner].step()
+                with self._scales_as_sigma(owner):
+                    self.optimizers[owner].step()
                 self.optimizers[owner].zero_grad()
+
+    @contextlib.contextmanager
+    def _scales_as_sigma(self, owner: str) -> Iterator[None]:
+        """Let parameters ρ hold σ, and their gradients be those by σ, inside the block, where the recipe wants that."""
+        names, before = self._in_sigma.get(owner, set()), []
+        with torch.no_grad():
+            for name, parameter in self.parameters[owner].items():
+                if name in names and parameter.grad is not None:
+                    before.append((parameter, parameter.detach().clone()))
+                    parameter.grad = sigma_gradient(parameter, parameter.grad)
+                    parameter.copy_(F.softplus(parameter))
+        yield
+        with torch.no_grad():
+            for parameter, rho in before:
+                parameter.copy_(moved(rho, parameter))
 
     def gradients(self, owner: str) -> list[Tensor]:
         """Return the gradients of an owner's parameters."""

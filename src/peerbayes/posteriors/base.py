@@ -173,9 +173,14 @@ class Posterior(nn.Module):
         return logits, [found[layer] for layer in layers]
 
     @property
+    def rhos(self) -> set[str]:
+        """Names of the scales that are kept as ρ: the scale is softplus(ρ)."""
+        return set()
+
+    @property
     def scales(self) -> set[str]:
         """Names of the parameters that are scales, which may learn at a rate of their own."""
-        return set()
+        return self.rhos
 
     @property
     def decayed(self) -> set[str]:

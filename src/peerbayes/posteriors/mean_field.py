@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -10,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal
 from peerbayes.posteriors.base import Posterior, Source, Weights
-from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear
+from peerbayes.posteriors.initial_scales import initial_rho
+from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, weight_layers
 
 
 class MeanField(Posterior):
@@ -27,11 +29,16 @@ class MeanField(Posterior):
         network: any module; its current weights become the means.
         rho: centre of the initial ρ ~ N(rho, 0.1²); −3 is σ ≈ 0.049.
         gain: instead of ``rho``: σ = gain · √(6 / (fan-in + fan-out)) for all weights of a layer, 0.001 for biases.
+        uniform: instead: σ = |u| with u ~ U(−a, a) and a = uniform / √(fan-in + fan-out), of biases u ~ N(0, 0.001²):
+            Equations 14 and 15 of the paper on weight sharing.
+        width: instead, and what is done where none is given, with 0.02: σ = width · the root mean square of the
+            tensor that the weight is in, so that draws predict as the network does.
         prior_std: standard deviation s of the prior.
         prior: ``"normal"`` for N(0, s²), ``"anchored"`` for N(μ_0, s²) with μ_0 the means at construction.
         noise: ``"gaussian"`` or ``"radial"``.
         bayesian: chooses parameters by (name, owning module), or patterns of their names, such as ``["embed*"]``;
-            convolutions, linear and attention layers by default.
+            convolutions, linear, attention, recurrent and embedding layers by default, but for embeddings with a
+            ``padding_idx``, whose row of zeros would become noise, or a ``max_norm``.
         start_from: a trained network to take means, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial ρ, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
@@ -47,8 +54,10 @@ class MeanField(Posterior):
         self,
         network: nn.Module,
         *,
-        rho: float = -3.0,
+        rho: float | None = None,
         gain: float | None = None,
+        uniform: float | None = None,
+        width: float | None = None,
         prior_std: float = 1.0,
         prior: Literal["normal", "anchored"] = "normal",
         noise: Literal["gaussian", "radial"] = "gaussian",
@@ -57,7 +66,7 @@ class MeanField(Posterior):
         seed: int = 0,
         name: str = "peer",
     ) -> None:
-        chosen = bayesian if callable(bayesian) else by_name(bayesian, network) if bayesian else conv_and_linear
+        chosen = bayesian if callable(bayesian) else by_name(bayesian, network) if bayesian else weight_layers
         super().__init__(network, bayesian=chosen, start_from=start_from, seed=seed, name=name)
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
@@ -67,32 +76,33 @@ class MeanField(Posterior):
             raise InputError(f"noise is {noise!r}, expected 'gaussian' or 'radial'")
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} was chosen to be Bayesian")
+        if chosen in (weight_layers, conv_and_linear):
+            self._warn_of_few(type(network).__name__)
         self.prior_std = prior_std
         self.prior = prior
         self.noise = noise
-        if gain is None:
-            if not math.isfinite(rho):
-                raise InputError(f"rho is {rho}, expected a finite number")
-            spread = normal(Address(seed, name, "initial rho"), self.layout.size, self.mean.device)
-            self.rho = nn.Parameter(spread.mul_(0.1).add_(rho))
-        elif gain > 0:
-            self.rho = nn.Parameter(self._by_layer(gain).to(self.mean.device))
-        else:
-            raise InputError(f"gain is {gain}, expected a positive number")
+        scales = {"rho": rho, "gain": gain, "uniform": uniform, "width": width}
+        self.rho = nn.Parameter(initial_rho(self.layout, self.mean, Address(seed, name, "initial rho"), scales))
         anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros((), device=self.mean.device)
         self.register_buffer("anchor", anchor, persistent=False)
 
-    def _by_layer(self, gain: float) -> Tensor:
-        # In float64: softplus⁻¹(σ) = log(eᵠ − 1) with φ = σ.
-        scales = {}
-        for name, shape in self.layout.shapes.items():
-            field = math.prod(shape[2:])
-            fans = (shape[0] + shape[1]) * field if len(shape) > 1 else 0
-            scales[name] = torch.full(shape, gain * math.sqrt(6 / fans) if fans else 1e-3, dtype=torch.float64)
-        return self.layout.flatten(scales).expm1().log().float()
+    def _warn_of_few(self, network: str) -> None:
+        others = self.rest_layout.shapes
+        if self.layout.size < self.rest_layout.size:
+            largest = max(others, key=lambda name: others[name].numel())
+            warnings.warn(
+                f"{network}: {self.extra_repr()}; all others, '{largest}' above all, are trained as in a plain "
+                "network; patterns of their names choose them, such as bayesian=['*'] for all",
+                PeerbayesWarning,
+                stacklevel=3,
+            )
+
+    def extra_repr(self) -> str:
+        """Say how many weights are Bayesian."""
+        return f"{self.layout.size:,} of {self.layout.size + self.rest_layout.size:,} trainable weights are Bayesian"
 
     @property
-    def scales(self) -> set[str]:
+    def rhos(self) -> set[str]:
         """ρ."""
         return {"rho"}
 

@@ -16,8 +16,18 @@ Predicate = Callable[[str, nn.Module], bool]
 
 
 def conv_and_linear(_name: str, module: nn.Module) -> bool:
-    """The default choice of Bayesian parameters: weights and biases of convolutions, linear and attention layers."""
+    """The choice of points, members and recipes: weights and biases of convolutions, linear and attention layers."""
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
+
+
+def weight_layers(name: str, module: nn.Module) -> bool:
+    """The default choice of `MeanField`: `conv_and_linear`, recurrent layers, and embeddings.
+
+    Not embeddings with a ``padding_idx``, whose row is 0 and has no gradient, or a ``max_norm``, which changes weights.
+    """
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return module.max_norm is None and (module.padding_idx is None or isinstance(module, nn.EmbeddingBag))
+    return conv_and_linear(name, module) or isinstance(module, nn.RNNBase | nn.RNNCellBase)
 
 
 def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:

@@ -209,7 +209,7 @@ class RankOne(Posterior):
         return self._members
 
     @property
-    def scales(self) -> set[str]:
+    def rhos(self) -> set[str]:
         """ρ, of Gaussian factors."""
         return {"rho"} if self.gaussian else set()
 

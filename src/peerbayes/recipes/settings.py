@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from peerbayes.codebook.shared import DEFAULT_BITS, check_bits
 from peerbayes.data.transforms.augment import AUGMENTATIONS
 from peerbayes.errors import nearest
+from peerbayes.posteriors.parameters import conv_and_linear
 from peerbayes.schema import Strict, nested
 from peerbayes.terms.definition import find as find_term
 
@@ -63,25 +64,57 @@ class Data(Strict):
         return names
 
 
-class PointOptions(Strict):
+class PosteriorOptions(Strict):
+    """What the settings of all posteriors have in common."""
+
+    kind: str
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that the posterior is built with."""
+        return self.model_dump(exclude={"kind"})
+
+
+class PointOptions(PosteriorOptions):
     """One set of weights."""
 
     kind: Literal["point"]
 
 
-class MeanFieldOptions(Strict):
-    """A Gaussian for every weight; see `peerbayes.MeanField`."""
+class MeanFieldOptions(PosteriorOptions):
+    """A Gaussian for every weight; see `peerbayes.MeanField`.
+
+    Recipes keep what they have always meant: scales of ``rho`` = -3 where nothing else is given, and Bayesian are
+    convolutions, linear and attention layers. ``layers`` is the choice of Python, with recurrent and embedding layers.
+    """
 
     kind: Literal["mean_field"]
     rho: float = -3.0
     gain: PositiveFloat | None = None
+    uniform: PositiveFloat | None = None
+    width: PositiveFloat | None = None
     prior_std: PositiveFloat = 1.0
     prior: Literal["normal", "anchored"] = "normal"
     noise: Literal["gaussian", "radial"] = "gaussian"
-    bayesian: Annotated[list[str], Field(min_length=1)] | None = None
+    bayesian: Annotated[list[str], Field(min_length=1)] | Literal["layers"] | None = None
+
+    @property
+    def _instead(self) -> list[str]:
+        return [name for name in ("gain", "uniform", "width") if getattr(self, name) is not None]
+
+    @model_validator(mode="after")
+    def _one_kind_of_scales(self) -> MeanFieldOptions:
+        if len(self._instead) > 1:
+            raise ValueError(f"{' and '.join(self._instead)} are given, expected one of them")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that the posterior is built with."""
+        chosen = {None: conv_and_linear, "layers": None}
+        bayesian = self.bayesian if isinstance(self.bayesian, list) else chosen[self.bayesian]
+        return super().arguments() | {"bayesian": bayesian} | ({"rho": None} if self._instead else {})
 
 
-class RankOneOptions(Strict):
+class RankOneOptions(PosteriorOptions):
     """Members that share their weights; see `peerbayes.RankOne`. ``members`` 0 is one for each teacher."""
 
     kind: Literal["rank_one"]
@@ -107,7 +140,7 @@ class Merge(Strict):
     rule: Literal["moment", "barycenter", "average", "eq6"] = "moment"
 
 
-class SharedOptions(Strict):
+class SharedOptions(PosteriorOptions):
     """A codebook of the mean-field posterior that the peer starts from; see `peerbayes.codebook.build.share`.
 
     Attributes:
@@ -240,6 +273,8 @@ class Optimizer(Strict):
         weight_decay: of means and of what is not Bayesian; scales do not decay.
         clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
         scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
+        scale_space: ``sigma`` takes steps of σ itself, not of ρ, by gradients of σ, and at most halves or doubles σ in
+            one. σ = softplus(ρ) is flat where σ is small: SGD on ρ moves a σ of 1e-3 by a millionth of a step of σ.
     """
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
@@ -249,6 +284,7 @@ class Optimizer(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(ge=0)] = 0.0
     scale_lr: PositiveFloat | None = None
+    scale_space: Literal["sigma"] | None = None
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Optimizer:

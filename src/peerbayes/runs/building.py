@@ -46,7 +46,7 @@ def build_peer(
         depth: trainings that lie behind it.
     """
     inputs, kind = network_inputs(data), Posterior.of_kind(peer.posterior.kind)
-    options = peer.posterior.model_dump(exclude={"kind"})
+    options = peer.posterior.arguments()
     if kind.made_of_posterior:
         network = network if network is not None else networks.build(peer.network, inputs)
         if start is None:

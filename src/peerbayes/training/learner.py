@@ -20,6 +20,7 @@ from peerbayes.data.loader import Placement, feed
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.engines import ENGINES, Eager, Name, cause, pick
 from peerbayes.engine.gradient_shares import note_shares
+from peerbayes.engine.movement import changes, is_still, sampled, sentence
 from peerbayes.engine.position import Position
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.engine.stages import StageState, learning_rate, of_term
@@ -94,6 +95,7 @@ class Learner:
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
         self._kept = False  # whether there is a checkpoint to go back to
+        self._before: dict[str, Tensor] = {}  # what was `sampled` when the epoch began
         self.feed = feed(
             data.train,
             recipe.data.batch_size,
@@ -138,6 +140,9 @@ class Learner:
 
     def steps(self) -> Iterator[None]:
         """Train step by step, each within ``engine.running()``."""
+        if not self.position.step:
+            for text in filter(None, map(self._probe.swamped, self.peers)):
+                self.reporter.warn(text)
         try:
             for number in range(self.position.stage, len(self.recipe.stages)):
                 if number != self.position.stage:
@@ -163,6 +168,8 @@ class Learner:
         if position.stage_step < total:
             self._begin_engine()
             yield  # it may have given way to another one, which runs on another stream
+        if position.stage_step % self.steps_per_epoch == 0:
+            self._before = sampled(self.state, self.peers)
         while position.stage_step < total:
             self.step()
             position.seconds = time.monotonic() - started
@@ -257,7 +264,10 @@ class Learner:
         self._pull_sums()
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
+        moved = self._note_movement()
         for name, found in peers.items():
+            if name in moved:
+                found["change"] = moved[name]
             found |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
@@ -266,6 +276,7 @@ class Learner:
             if (perturb := self.cohort.perturb) is not None:
                 effect = self.looks.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
                 found["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
+        self._before = sampled(self.state, self.peers)
         line = {
             "stage": position.stage + 1,
             "epoch": position.stage_step // self.steps_per_epoch,
@@ -277,6 +288,22 @@ class Learner:
         if self._log is not None:
             self._log(line)
         self.reporter.epoch(line)
+
+    def _note_movement(self) -> dict[str, dict[str, float]]:
+        """Return how far the epoch has moved each peer's groups of parameters; tell of those that it has not moved.
+
+        That is judged where the learning rate is at its full height: in the first epoch after a warm-up.
+        """
+        position = self.position
+        moved = changes(self._before, sampled(self.state, self.peers), self.peers)
+        epoch = position.stage_step // self.steps_per_epoch
+        if epoch == math.floor(self.recipe.stages[position.stage].warmup) + 1:
+            for peer, groups in moved.items():
+                for group, change in groups.items():
+                    if is_still(group, change) and f"{peer}/{group}" not in position.still:
+                        position.still.append(f"{peer}/{group}")
+                        self.reporter.warn(sentence(peer, group, change, epoch))
+        return moved
 
     def take_best(self) -> None:
         """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
@@ -305,6 +332,8 @@ class Learner:
         self._pull_sums()
         tensors = {f"peer/{name}/{n}": t for name, p in self.peers.items() for n, t in p.state().items()}
         tensors |= self.state.state()
+        if self.position.stage_step % self.steps_per_epoch:
+            tensors |= {f"before/{name}": tensor for name, tensor in self._before.items()}
         tensors |= {f"best/{peer}/{name}": t for peer, own in self.looks.best.items() for name, t in own.items()}
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
@@ -331,6 +360,8 @@ class Learner:
         self.position, self._kept = Position(**about["position"]), True
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
+        before = {n.removeprefix("before/"): t for n, t in tensors.items() if n.startswith("before/")}
+        self._before = {name: tensor.to(self.device, copy=True) for name, tensor in before.items()}
         for name, tensor in tensors.items():
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)

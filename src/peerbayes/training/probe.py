@@ -84,6 +84,33 @@ class Probe:
         _, features, _ = self._try_network(peer, layers)
         return Shapes({layer: feature.shape for layer, feature in features.items()}, self.data.classes)
 
+    @torch.no_grad()
+    def swamped(self, peer: str) -> str | None:
+        """Return a sentence where a draw of a peer makes nothing of what its mean network has learnt.
+
+        The mean network has learnt something where it is right more than half of the way from chance to always, and a
+        draw makes nothing of it where it agrees with it less than that.
+        """
+        posterior, split = self.cohort.peers[peer], self.data.train
+        if not posterior.stochastic:
+            return None
+        posterior.eval()
+        images, labels = split.batch(torch.linspace(0, len(split) - 1, min(32, len(split))).long(), self.cohort.device)
+        half = 0.5 + 0.5 / self.data.classes
+        classes = posterior(images).argmax(1)
+        right = float((classes == labels).float().mean())
+        if right <= half:
+            return None
+        drawn = posterior(images, posterior.draw(Address(self.cohort.seed, peer, "probe"))).argmax(1)
+        agrees = float((drawn == classes).float().mean())
+        if agrees > half:
+            return None
+        return (
+            f"the scales of peer '{peer}' swamp its weights: the mean network is right on {right:.0%} of {len(labels)} "
+            f"training images, but a draw agrees with it on {agrees:.0%}; begin with smaller scales, "
+            "such as posterior.width = 0.02"
+        )
+
     def _try_teachers(self, images: Tensor) -> Tensor | None:
         teachers = self.cohort.teachers
         if teachers is not None:

@@ -1,0 +1,81 @@
+"""Scales that a Gaussian posterior begins with, by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from peerbayes.errors import InputError
+from peerbayes.math.noise import Address, normal, uniform
+from peerbayes.math.scales import LEAST, inverse_softplus
+from peerbayes.posteriors.layout import Layout
+
+WIDTH = 0.02  # in parts of a layer's weights, where nothing else is asked for: draws predict as the network does
+BIAS = 1e-3  # the scale of biases where weights go by their fans
+EMPTY = 0.01  # what is 0 as yet, such as a last layer or a bias, counts as so much of what it could begin with
+
+
+def initial_rho(layout: Layout, mean: Tensor, address: Address, given: Mapping[str, float | None]) -> Tensor:
+    """Return the ρ (size,) that a posterior begins with; see `peerbayes.MeanField`.
+
+    Args:
+        layout: names and shapes of the weights.
+        mean: their values, (size,).
+        address: where random scales live.
+        given: at most one of ``rho``, ``gain``, ``uniform`` and ``width``.
+    """
+    chosen = {name: float(value) for name, value in given.items() if value is not None} or {"width": WIDTH}
+    if len(chosen) > 1:
+        raise InputError(f"{' and '.join(chosen)} are given, expected one of them: each says what the scales are")
+    ((name, value),) = chosen.items()
+    if name == "rho":
+        if not math.isfinite(value):
+            raise InputError(f"rho is {value}, expected a finite number")
+        return normal(address, layout.size, mean.device).mul_(0.1).add_(value)
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} is {value}, expected a positive number")
+    if name == "uniform":
+        scales = {tensor: _drawn(address.sub(tensor), shape, value) for tensor, shape in layout.shapes.items()}
+    else:
+        means = (
+            _relative(layout, mean) if name == "width" else {n: _by_fans(shape) for n, shape in layout.shapes.items()}
+        )
+        sizes = {n: BIAS if size is None else value * size for n, size in means.items()}
+        scales = {n: torch.full(shape, sizes[n], dtype=torch.float64) for n, shape in layout.shapes.items()}
+    return inverse_softplus(layout.flatten(scales)).float().to(mean.device)
+
+
+def _fans(shape: torch.Size) -> int:
+    """Return fan-in + fan-out; 0 for a bias."""
+    return (shape[0] + shape[1]) * math.prod(shape[2:]) if len(shape) > 1 else 0
+
+
+def _by_fans(shape: torch.Size) -> float | None:
+    """Return √(6 / (fan-in + fan-out)); None for a bias."""
+    return math.sqrt(6 / _fans(shape)) if _fans(shape) else None
+
+
+def _drawn(address: Address, shape: torch.Size, value: float) -> Tensor:
+    """Return |u| with u ~ U(−a, a), a = value / √(fan-in + fan-out), or u ~ N(0, BIAS²) for a bias."""
+    fans, count = _fans(shape), math.prod(shape)
+    draws = value / math.sqrt(fans) * uniform(address, count) if fans else BIAS * normal(address, count).abs()
+    return draws.clamp_min(LEAST).view(shape)
+
+
+def _relative(layout: Layout, mean: Tensor) -> dict[str, float]:
+    """Return the root mean square of each tensor, or, where that is more, a hundredth of what it could begin with.
+
+    That is 1 / √fan-in, and of a bias the root mean square of its module's weights.
+    """
+    tensors = layout.views(mean.detach())
+    squares = torch.stack([tensor.double().square().mean() for tensor in tensors.values()]).sqrt().tolist()
+    sizes = dict(zip(tensors, squares, strict=True))
+    usual = {name: 1 / math.sqrt(math.prod(shape[1:])) for name, shape in layout.shapes.items()}
+    for name, shape in layout.shapes.items():
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if len(shape) == 1 and weight in sizes:
+            usual[name] = sizes[weight]
+    return {name: max(size, EMPTY * usual[name]) for name, size in sizes.items()}
