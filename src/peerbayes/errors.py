@@ -29,6 +29,10 @@ class OutOfMemory(TrainingError):
     """The device's memory is used up."""
 
 
+class Stopped(SystemExit):
+    """A signal has ended the process; the exit code is 128 and the signal's number."""
+
+
 class PeerbayesWarning(UserWarning):
     """Something that is gone on with, but that a person should know."""
 

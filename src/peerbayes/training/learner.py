@@ -6,6 +6,7 @@ and the step number. A resumed run continues exactly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -93,7 +94,7 @@ class Learner:
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
-        self._kept = False  # whether there is a checkpoint to go back to
+        self._kept_step: int | None = None  # of the checkpoint to go back to, if there is one
         self.feed = feed(
             data.train,
             recipe.data.batch_size,
@@ -313,8 +314,19 @@ class Learner:
                 raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_words}")
         if self._save is not None:
             self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
-            self._kept = True
+            self._kept_step = self.position.step
         self._saved_at = time.monotonic()
+
+    def keep(self) -> bool:
+        """Write a checkpoint of this step, unless there is one; return whether the run can be resumed from here."""
+        if self._kept_step != self.position.step and self._save is not None:
+            with contextlib.suppress(TrainingError):  # it goes on from the last good one
+                self.checkpoint()
+        return self._kept_step == self.position.step
+
+    @property
+    def _kept(self) -> bool:
+        return self._kept_step is not None
 
     @property
     def _kept_words(self) -> str:
@@ -328,7 +340,8 @@ class Learner:
             prefix = f"peer/{name}/"
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
-        self.position, self._kept = Position(**about["position"]), True
+        self.position = Position(**about["position"])
+        self._kept_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
         for name, tensor in tensors.items():
