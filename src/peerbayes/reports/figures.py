@@ -38,7 +38,7 @@ def rendered(figure: Figure, kind: str = "png") -> bytes:
     }
     for text in figure.findobj(Text):
         if id(text) not in powers:
-            text.set_parse_math(False)  # type: ignore[attr-defined]
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind)
     return buffer.getvalue()

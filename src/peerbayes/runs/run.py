@@ -15,10 +15,10 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peerbayes import networks
@@ -69,6 +69,7 @@ class _About(Table):
     hardware: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
+    threads: Annotated[list[int], Field(min_length=1)] = [1]
 
 
 class _PeerLine(Table):
