@@ -16,6 +16,7 @@ import typer
 from peerbayes import __version__
 from peerbayes.cli.learn import compress, distill, sweep, train
 from peerbayes.cli.look import evaluate, figure, predict, recipes, size
+from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
 from peerbayes.training.interruption import handled, stop
@@ -63,7 +64,7 @@ def _spoken_warnings() -> Iterator[None]:
                 before(message, category, *place, **more)
             elif str(message) not in told:
                 told.add(str(message))
-                print(f"peerbayes: {message}", file=sys.stderr)
+                say(f"peerbayes: {message}", err=True)
 
         warnings.showwarning = show
         yield
@@ -90,24 +91,24 @@ def main(arguments: list[str] | None = None) -> Any:
                 raise Stopped(code)
             sys.exit(code)
     except InputError as error:
-        print(f"peerbayes: {error}", file=sys.stderr)
+        say(f"peerbayes: {error}", err=True)
         sys.exit(2)
     except Stopped as error:
         if os.environ.get("RANK", "0") == "0":  # one voice for all processes of torchrun
-            print(f"peerbayes: {_stopped(error, sys.argv[1:] if arguments is None else arguments)}", file=sys.stderr)
+            say(f"peerbayes: {_stopped(error, sys.argv[1:] if arguments is None else arguments)}", err=True)
         sys.exit(error.code)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"peerbayes: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"peerbayes: {error.filename}: {error.strerror}", err=True)
         sys.exit(2)
     except TrainingError as error:
-        print(f"peerbayes: {error}", file=sys.stderr)
+        say(f"peerbayes: {error}", err=True)
         sys.exit(1)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
         words = error.format_message()
-        print(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", file=sys.stderr)
+        say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
         sys.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,9 @@ def rendered(figure: Figure, kind: str = "png") -> bytes:
         if id(text) not in powers:
             text.set_parse_math(False)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # of a name's script: it is drawn as a box
+        figure.savefig(buffer, format=kind)
     return buffer.getvalue()
 
 
