@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
@@ -340,7 +341,12 @@ class Learner:
             prefix = f"peer/{name}/"
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
-        self.position = Position(**about["position"])
+        try:
+            self.position = TypeAdapter(Position).validate_python(about["position"], strict=True)
+        except (KeyError, ValidationError) as error:
+            raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
+        if not self._reaches(self.position):
+            raise InputError(f"the checkpoint is of step {self.position.step}, where this run never comes")
         self._kept_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
@@ -348,6 +354,14 @@ class Learner:
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)
                 self.looks.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
+
+    def _reaches(self, position: Position) -> bool:
+        stages = self.recipe.stages
+        if not 0 <= position.stage < len(stages):
+            return False
+        before = sum(stage.epochs for stage in stages[: position.stage]) * self.steps_per_epoch
+        steps = stages[position.stage].epochs * self.steps_per_epoch
+        return 0 <= position.stage_step <= steps and position.step == before + position.stage_step
 
 
 def _one_class(data: Dataset) -> str:
