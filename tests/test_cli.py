@@ -491,6 +491,14 @@ def test_resume_of_a_finished_run_prints_its_record_again(place, trained):
     assert json.loads(text) == record
 
 
+def test_resume_removes_what_a_killed_report_has_left(place, trained, tmp_path):
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    for name in (".report.html.77.tmp", ".evaluation.json.77.tmp"):
+        (run / name).write_text("half")
+    called("train", place / "small.toml", "--run", run, "--resume", *QUIET)
+    assert not list(run.glob(".*"))
+
+
 def test_resume_without_a_run_says_that_it_starts_anew(place, tmp_path, capsys):
     words = ("train", place / "small.toml", "--seeds", "0,1", "--run", tmp_path, "--device", "cpu")
     said = [f"{tmp_path / name}: no run there yet: starting anew" for name in ("seed0", "seed1")]

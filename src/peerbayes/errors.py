@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
+
+# What terminals act upon, but for tabs and ends of lines, and what turns the direction of a line.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class InputError(ValueError):
@@ -27,6 +31,10 @@ class TrainingError(RuntimeError):
 
 class OutOfMemory(TrainingError):
     """The device's memory is used up."""
+
+
+class Stopped(SystemExit):
+    """A signal has ended the process; the exit code is 128 and the signal's number."""
 
 
 class PeerbayesWarning(UserWarning):
@@ -57,3 +65,8 @@ def reason(error: BaseException) -> str:
     if text and isinstance(error, RuntimeError | ValueError | ImportError | OSError):
         return text
     return f"{kind}: {text}" if text else kind
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal, which obeys no name in it: the escape character becomes ``\\u001b``."""
+    return _UNSEEN.sub(lambda character: f"\\u{ord(character[0]):04x}", text)

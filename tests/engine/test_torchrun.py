@@ -143,9 +143,19 @@ def start(name, arguments, rank, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}-{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    if name == "data" and rank == 1:
+        from peerbayes.runs import executor
+        load_data = executor.load_data
+        def changed(*given):
+            data = load_data(*given)
+            data.train.images[40, 0, 3, 3] += 1
+            return data
+        executor.load_data = changed
+    if name == "versions":
+        peerbayes.__version__ = f"0.{rank}"
     code = 70
     try:
-        cli.main(arguments)
+        cli.main([argument.replace("{rank}", str(rank)) for argument in arguments])
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -245,6 +255,11 @@ def driven(place):
         "odd": (["odd"],),
         "refusing": (["refusing"],),
         "broken": (["breaking", "dropping"],),
+        "epochs": (["source"], "--set", "stages.0.epochs=1{rank}"),
+        "seeds": (["source"], "--seed", "{rank}"),
+        "options": (["source"], "--precision", "float32", "--checkpoint-every", "{rank}1"),
+        "versions": (["source"],),
+        "data": (["source"],),
     }
     orders = {
         name: ["train", *options(names), "--quiet", *more, "--run", str(place / name / "run")]
@@ -411,6 +426,26 @@ def test_a_batch_that_cannot_be_shared_out_is_one_sentence_before_a_source_is_tr
     assert codes == [2, 2]
     assert sentence(*said).endswith("batch_size is 9: expected a multiple of 2, the number of processes")
     assert not (place / "odd").exists()
+
+
+ALIKE = "; start all processes with the same recipe, seed, options, data and versions"
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("epochs", "another recipe, or other settings of it"),
+        ("seeds", "another seed"),
+        ("options", "other options"),
+        ("versions", "other versions"),
+        ("data", "other data called small"),
+    ],
+)
+def test_processes_that_were_not_started_alike_are_one_sentence_and_nothing_is_written(place, driven, case, what):
+    codes, *said = driven[case]
+    assert codes == [2, 2]
+    assert sentence(*said) == f"peerbayes: process 1 has {what} than process 0{ALIKE}"
+    assert not (place / case).exists()
 
 
 def test_what_the_second_process_alone_finds_wrong_is_one_sentence_and_nothing_is_written(place, driven):

@@ -2,6 +2,8 @@
 
 import gc
 import math
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -364,6 +366,27 @@ def test_texts_are_token_numbers():
 def test_arrays_are_no_tensors():
     with pytest.raises(InputError, match="images are of type ndarray, expected a tensor"):
         posterior().predict(images().numpy())
+
+
+PEAK = """
+import resource, sys
+import torch
+from torch import nn
+from peerbayes.posteriors import MeanField
+
+torch.set_num_threads(1)
+found = MeanField(nn.Sequential(nn.Linear(64, 800), nn.Linear(800, 10)))
+for draws in (64, 64, 1500):
+    found.predict(torch.zeros(1, 64), draws)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the peak of memory in KiB")
+def test_memory_does_not_grow_with_the_draws_of_one_image():
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=200, check=True)
+    _, few, many = map(int, done.stdout.split())
+    assert many - few < 20_000  # a draw of this network is 240 KB, all of them 360 MB
 
 
 # ---- draws at once --------------------------------------------------------------------------------------------------

@@ -385,6 +385,36 @@ def test_users_text_is_escaped(records):
     assert "<b>scratch" in page.cells
 
 
+DOLLARS = "$\\frac{$ of 5$ and 6$"
+
+
+def test_dollars_in_names_are_drawn_as_they_are(records):
+    for item in records:
+        item["method"] += DOLLARS
+        item["peers"][0]["name"] = DOLLARS
+    lines = metrics()
+    for line in lines:
+        for peer in line["peers"].values():
+            peer["terms"][DOLLARS] = 1.0
+    text = report_page(records, DOLLARS, {DOLLARS: lines})
+    assert text.count("data:image/png") == 3
+
+
+def test_a_dollar_is_that_sign_and_powers_of_axes_stay_formulas():
+    def drawn(name, ticks):
+        figure, axes = figures.new_axes()
+        axes.plot([1, 2], [1e-3, 1e3], label=name)
+        axes.set(yscale="log", title=name)
+        axes.set_xticks([1, 2], [ticks, "b"])
+        axes.legend()
+        return figure
+
+    escaped = drawn("a \\$x\\$", "\\$y^2\\$")  # matplotlib's own word for the signs
+    expected = io.BytesIO()
+    escaped.savefig(expected, format="png")
+    assert figures.png(drawn("a $x$", "$y^2$")) == expected.getvalue()
+
+
 def test_one_seed_is_said_on_the_page(records):
     assert "(one seed: no spread)" in report_page(records[:1], "h", {})
     assert "(one seed: no spread)" not in report_page(records, "h", {})

@@ -23,7 +23,7 @@ from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs import checkpoints, session
-from peerbayes.runs.folder import lock
+from peerbayes.runs.folder import MetricsLog, lock
 from peerbayes.training.learner import Learner
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
@@ -303,6 +303,27 @@ def test_resume_in_process_reaches_the_bytes_of_the_command(place, whole, copied
     assert recorder.headlines[0].endswith("going on at step 9")
     assert weights(copied) == weights(whole)
     assert lines(copied) == lines(whole)
+
+
+def test_another_number_of_threads_is_told_once_and_kept(place, copied):
+    recorder = Recorder()
+    torch.set_num_threads(2)
+    try:
+        resume(place, copied, recorder)
+    finally:
+        torch.set_num_threads(1)
+    assert recorder.warnings == [
+        f"{copied}: was trained with 1 thread so far, and goes on with 2, which rounds otherwise; OMP_NUM_THREADS=1 "
+        "goes on exactly"
+    ]
+    assert json.loads((copied / "run.json").read_text())["threads"] == [1, 2]
+
+
+@posix
+def test_a_disk_that_fills_up_names_the_file_that_was_written():
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        MetricsLog(Path("/dev/full")).write({"step": 1})
+    assert caught.value.filename == "/dev/full"  # the command makes a sentence of that
 
 
 @pytest.mark.parametrize("step", [6, 9])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,8 +16,10 @@ import typer
 from peerbayes import __version__
 from peerbayes.cli.learn import compress, distill, sweep, train
 from peerbayes.cli.look import evaluate, figure, predict, recipes, size
+from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
-from peerbayes.errors import InputError, PeerbayesWarning, TrainingError
+from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
+from peerbayes.training.interruption import handled, stop
 
 __all__ = ["app", "main"]
 
@@ -25,8 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-GOES_ON = dict.fromkeys(("train", "distill", "compress"), "; --resume goes on from the last checkpoint, if any")
-GOES_ON["sweep"] = "; the same command goes on"
+RESUMED = ("train", "distill", "compress")
 
 
 def _version(value: bool) -> None:
@@ -61,39 +64,51 @@ def _spoken_warnings() -> Iterator[None]:
                 before(message, category, *place, **more)
             elif str(message) not in told:
                 told.add(str(message))
-                print(f"peerbayes: {message}", file=sys.stderr)
+                say(f"peerbayes: {message}", err=True)
 
         warnings.showwarning = show
         yield
 
 
+def _stopped(error: Stopped, words: list[str]) -> str:
+    """Return what has ended the command, and how to go on."""
+    assert isinstance(error.code, int)
+    number = error.code - 128
+    said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    verb = words[0] if words else ""
+    if verb == "sweep":
+        return f"{said}; the same command goes on"
+    notes = getattr(error, "__notes__", ["resume goes on from the last checkpoint, if any"])
+    return f"{said}; --{notes[0]}" if verb in RESUMED else said
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
-        with _spoken_warnings():
+        with handled(stop), _spoken_warnings():
             code = contextvars.copy_context().run(app, arguments, standalone_mode=False) or 0
-        if code == 130:  # typer's word for an interrupt
-            raise KeyboardInterrupt
-        sys.exit(code)
+            if code == 130:  # typer's word for an interrupt
+                raise Stopped(code)
+            sys.exit(code)
     except InputError as error:
-        print(f"peerbayes: {error}", file=sys.stderr)
+        say(f"peerbayes: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        words = sys.argv[1:] if arguments is None else arguments
-        print(f"peerbayes: interrupted{GOES_ON.get(words[0] if words else '', '')}", file=sys.stderr)
-        sys.exit(130)
+    except Stopped as error:
+        if os.environ.get("RANK", "0") == "0":  # one voice for all processes of torchrun
+            say(f"peerbayes: {_stopped(error, sys.argv[1:] if arguments is None else arguments)}", err=True)
+        sys.exit(error.code)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"peerbayes: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"peerbayes: {error.filename}: {error.strerror}", err=True)
         sys.exit(2)
     except TrainingError as error:
-        print(f"peerbayes: {error}", file=sys.stderr)
+        say(f"peerbayes: {error}", err=True)
         sys.exit(1)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
         words = error.format_message()
-        print(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", file=sys.stderr)
+        say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
         sys.exit(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +27,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, show, show_plan
+from peerbayes.cli.showing import judge, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -164,7 +163,7 @@ def _train_and_show(
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
     for error in failed.values():
-        print(f"peerbayes: {error}", file=sys.stderr)
+        say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
@@ -199,7 +198,7 @@ def distill(
     how["checkpoint_every"] = checkpoint_every
     for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
         for path in save_networks(done):
-            typer.echo(f"one plain network: {path}", err=as_json)
+            say(f"one plain network: {path}", err=as_json)
 
 
 def compress(
@@ -298,11 +297,11 @@ def sweep(
         reporter=reporter(quiet),
     )
     if as_json:
-        typer.echo(json.dumps(found.table, indent=1))
+        say(json.dumps(found.table, indent=1))
     else:
-        typer.echo(sweep_table(found))
+        say(sweep_table(found))
     written = [found.folder / "sweep.json", *write_sweep_figure(found)]
     if not as_json:
-        typer.echo("\n" + ", ".join(map(str, written)))
+        say("\n" + ", ".join(map(str, written)))
     if all(row["state"] == "failed" for row in found.table):
         raise typer.Exit(1)

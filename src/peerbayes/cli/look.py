@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.showing import judge, show, waiting
+from peerbayes.cli.showing import judge, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -32,15 +31,15 @@ def recipes(
     if words != ["list"]:
         with in_run():  # a recipe that is shown may be anybody's
             recipe = load_recipe(words[-1])
-        typer.echo(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
+        say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
     found = {key: load_recipe(key) for key in packaged()}
     if as_json:
-        typer.echo(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
         return
     width = max(map(len, found))
     for key, recipe in found.items():
-        typer.echo(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
+        say(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
 
 
 def evaluate(
@@ -105,7 +104,7 @@ def evaluate(
             try:
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
-                print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
+                say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
@@ -129,7 +128,7 @@ def predict(
     trust_runs(trust)
     with waiting():
         found = predict_inputs(run, inputs, draws=draws, device=device)
-    typer.echo(json.dumps(found, indent=1) if as_json else prediction_table(found))
+    say(json.dumps(found, indent=1) if as_json else prediction_table(found))
 
 
 def size(
@@ -149,7 +148,7 @@ def size(
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
         found = [record for run in runs for record in sizes(run, **how)]
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
+    say(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
 
 
 def figure(
@@ -193,5 +192,5 @@ def figure(
     with waiting():
         path, numbers = write_figure(name, runs or [], out, **options)
     if name == "pipeline" and not as_json:
-        typer.echo(pipeline_table(numbers) + "\n")
-    typer.echo(json.dumps(numbers, indent=1) if as_json else str(path))
+        say(pipeline_table(numbers) + "\n")
+    say(json.dumps(numbers, indent=1) if as_json else str(path))

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from peerbayes.errors import printable
+
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record
     from peerbayes.runs.executor import Loaded
     from peerbayes.runs.run import Run
     from peerbayes.training.reporters import Reporter
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a text that may hold names from files."""
+    typer.echo(printable(text), err=err)
 
 
 def reporter(quiet: bool) -> Reporter:
@@ -71,18 +78,18 @@ def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it."""
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        say(json.dumps(rows, indent=1))
         return
     for number, row in enumerate(rows, start=1):
         peers = ", ".join(f"{name} ({network})" for name, network in row["peers"].items())
-        typer.echo(f"{number}. {row['folder']}: {row['recipe']} on {row['data']}, seed {row['seed']}")
-        typer.echo(f"   peers {peers}; {row['epochs']} epochs, {row['steps']:,} steps")
+        say(f"{number}. {row['folder']}: {row['recipe']} on {row['data']}, seed {row['seed']}")
+        say(f"   peers {peers}; {row['epochs']} epochs, {row['steps']:,} steps")
         for name, start in row["starts"].items():
-            typer.echo(f"   {name} starts from {start}")
+            say(f"   {name} starts from {start}")
         for teacher in row["teachers"]:
-            typer.echo(f"   learns from {teacher}")
-        typer.echo(f"   writes {', '.join(Path(file).name for file in row['files'])}")
-    typer.echo("nothing to train" if not rows else "nothing was written")
+            say(f"   learns from {teacher}")
+        say(f"   writes {', '.join(Path(file).name for file in row['files'])}")
+    say("nothing to train" if not rows else "nothing was written")
 
 
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
@@ -93,12 +100,12 @@ def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Pat
     from peerbayes.reports.tables import text_table
 
     if as_json:
-        typer.echo(json.dumps(records if many else records[0], indent=1))
+        say(json.dumps(records if many else records[0], indent=1))
         return
     placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
-    typer.echo(text_table(placed or records, **table))
+    say(text_table(placed or records, **table))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:
                 spent = f"{peer['draws_spent']:.1f} of at most {record['draws']} draws an image"
-                typer.echo(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")
+                say(f"seed {record['seed']} {peer['name']}: {spent}, settled at level {record['settle']}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
-from peerbayes.cli.showing import reporter, show
+from peerbayes.cli.showing import reporter, say, show
 
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record
@@ -37,7 +37,7 @@ def demo(
     records = room.run(out, parse_seeds(seeds), reporter(quiet))
     show(records, as_json, many=True)
     if not as_json:
-        typer.echo(f"\n{out / 'report.html'}, {out / 'retention.png'}, {out / 'reliability.png'}")
+        say(f"\n{out / 'report.html'}, {out / 'retention.png'}, {out / 'reliability.png'}")
 
 
 def bench(
@@ -65,13 +65,13 @@ def bench(
 
     picture = write_bench_figure(path, record)
     if as_json:
-        typer.echo(json.dumps(record, indent=1))
+        say(json.dumps(record, indent=1))
         return
     figures = dict(_leaves(record["figures"]))
     timed = [key for key in figures if key not in ratios.SOURCES]
     shown = {key: value for key, value in figures.items() if not only or ratios.follows(key, only, timed)}
-    typer.echo("\n".join(_bench_lines(shown, record)))
-    typer.echo(f"\n{path}, {picture}")
+    say("\n".join(_bench_lines(shown, record)))
+    say(f"\n{path}, {picture}")
 
 
 def _leaves(figures: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

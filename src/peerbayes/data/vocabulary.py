@@ -33,6 +33,7 @@ Kind = Literal["words", "characters", "pieces"]
 # The paper lists the hyphen twice; its second place is never used.
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789-,;.!?:'\"/\\|_@#$%^&*~`+-=<>()[]{}\n"
 UNKNOWN = 1
+MOST_TOKENS = 1 << 20  # of a text
 LENGTHS: dict[Kind, int] = {"words": 64, "characters": 1014, "pieces": 128}
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -214,14 +215,28 @@ class Vocabulary:
             content = json.loads(Path(path).read_bytes())
         except FileNotFoundError:
             raise InputError(f"{path}: no such vocabulary file") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read as a vocabulary ({error})") from None
         if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
             raise InputError(f"{path}: expected a vocabulary with its digest; the file is damaged, or not one")
         try:
-            return cls(**{**content, "words": tuple(content["words"])})
+            found = cls(**{**content, "words": tuple(content["words"])})
         except (KeyError, TypeError) as error:
             raise InputError(f"{path}: is no vocabulary of this version ({error})") from None
+        found._check(str(path))
+        return found
+
+    def _check(self, path: str) -> None:
+        """Refuse what :meth:`build` can't have made; a digest is easily made for anything."""
+        numbers = (self.length, self.ngrams, self.buckets, self.dimension)
+        if (
+            self.kind not in LENGTHS
+            or not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
+            or not 1 <= self.ngrams <= self.length <= MOST_TOKENS
+            or (self.ngrams > 1) > (self.buckets > 0)
+            or not all(isinstance(word, str) for word in (*self.words, self.tokenizer))
+        ):
+            raise InputError(f"{path}: is no vocabulary of this version (a value is of another type, or out of range)")
 
 
 def _digest(content: dict[str, Any]) -> str:

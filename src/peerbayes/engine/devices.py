@@ -28,10 +28,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{platform.machine()} CPU, {_threads(torch.get_num_threads())}"
+        hardware = f"{platform.machine()} CPU, {threads(torch.get_num_threads())}"
     versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"hardware": hardware, "versions": versions}
 
 
-def _threads(count: int) -> str:
+def threads(count: int) -> str:
+    """Return a number of threads in words."""
     return f"{count} thread{'s' * (count > 1)}"

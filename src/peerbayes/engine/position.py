@@ -41,6 +41,6 @@ class Position:
             line["loss"] = sum(line["terms"].values())
             line["train_accuracy"] = line.pop("train")["accuracy"]
             if name in self.shares:
-                line["gradient_share"] = {term: self.shares[name][term] for term in line["terms"]}
+                line["gradient_share"] = {t: self.shares[name][t] for t in line["terms"] if t in self.shares[name]}
         self.sums = {}
         return peers

@@ -7,6 +7,7 @@ over the batch then has the gradient of one process at the global batch; so have
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import uuid
@@ -82,6 +83,18 @@ class World:
         most = torch.tensor([number, -number])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most.sum()) == 0
+
+    def differing(self, facts: Mapping[str, str]) -> dict[str, list[int]]:
+        """Return which processes have other facts than the first one, by fact; all have to ask for the same ones."""
+        if self.size == 1:
+            return {}
+        digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in facts.values()]
+        sent = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
+        heard = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(heard, sent)
+        other = torch.stack(heard) != heard[0]
+        ranks = {what: column.nonzero().flatten().tolist() for what, column in zip(facts, other.T, strict=True)}
+        return {what: others for what, others in ranks.items() if others}
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.errors import within
+from peerbayes.errors import InputError, within
 from peerbayes.math.noise import Address
 from peerbayes.math.scales import moved, sigma_gradient
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.parameters import require_same
 from peerbayes.recipes import settings
 from peerbayes.terms.definition import Shapes, Term
 from peerbayes.terms.definition import find as find_term
@@ -249,11 +250,20 @@ class StageState:
         """Copy back what `state` returned."""
         for (term, peer), module in self.modules.items():
             prefix = f"module/{term}/{peer}/"
-            module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            given = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            require_same(given, module.state_dict(), f"checkpoint, {prefix.removesuffix('/')}")
+            module.load_state_dict(given)
         for owner, optimizer in self.optimizers.items():
+            every = {n.rpartition("/")[2] for n in tensors if n.startswith(f"optimizer/{owner}/")}
             for name, parameter in self.parameters[owner].items():
                 prefix = f"optimizer/{owner}/{name}/"
                 slots = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+                for slot in sorted(every - slots.keys()) if slots else ():
+                    raise InputError(f"checkpoint: has no tensor '{prefix}{slot}'")
+                for slot, tensor in slots.items():
+                    if tensor.shape not in (parameter.shape, torch.Size()):
+                        shape, expected = tuple(tensor.shape), tuple(parameter.shape)
+                        raise InputError(f"checkpoint, tensor '{prefix}{slot}': has shape {shape}, expected {expected}")
                 optimizer.state[parameter] = {slot: t.to(parameter.device, copy=True) for slot, t in slots.items()}
                 if not slots:
                     del optimizer.state[parameter]

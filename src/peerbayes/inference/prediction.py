@@ -91,6 +91,7 @@ class Prediction:
 # 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
 TOGETHER = {"cpu": 16_384, "cuda": 500_000}
 BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
+MOST_AT_ONCE = 64  # draws at once; more are no faster, and would take memory that grows with the draws
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
@@ -261,8 +262,12 @@ def _passes(
     together = _draws_at_once(posterior, images, draws)
     if together > 1:
         network, whole = Folded(posterior), images.to(device)
-        for numbers in torch.arange(draws).split(together):
-            flats = torch.stack([posterior.draw(address.at(number)).flat for number in numbers.tolist()])
+        kept = torch.empty(together, posterior.layout.size, device=device)  # one place for all: heaps come to pieces
+        for begin in range(0, draws, together):
+            numbers = range(begin, min(begin + together, draws))
+            flats = kept[: len(numbers)]
+            for flat, number in zip(flats, numbers, strict=True):
+                flat.copy_(posterior.draw(address.at(number)).flat)
             try:
                 with torch.autocast(device.type, half, enabled=half is not None), warnings.catch_warnings():
                     warnings.filterwarnings("error", "There is a performance drop", UserWarning)
@@ -291,7 +296,7 @@ def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:
     if numbers > limit:
         return 1
     bytes_a_draw = 4 * (2 * posterior.layout.size + 64 * numbers)  # weights and activations
-    return min(draws, max(1, MEMORY // bytes_a_draw))
+    return min(draws, MOST_AT_ONCE, max(1, MEMORY // bytes_a_draw))
 
 
 def _numbers(images: Tensor) -> int:

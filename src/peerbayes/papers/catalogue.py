@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from peerbayes.papers.renyi import alphas, curves
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import storage
 from peerbayes.reports import weights
+from peerbayes.reports.figures import rendered
 from peerbayes.reports.record import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
@@ -88,8 +88,7 @@ def write_figure(
     options |= {"layer": layer} if name == "posterior" else {"ood": ood} if name == "entropy" else {}
     with trusting(trust):
         found = {"figure": name, **(compute(runs, **options) if runs else compute())}
-    buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
-        draw(found).savefig(buffer, format=path.suffix[1:].lower())
-    storage.write_bytes(path, buffer.getvalue())
+        picture = rendered(draw(found), path.suffix[1:].lower())
+    storage.write_bytes(path, picture)
     return path, found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, reason
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import capture
 from peerbayes.posteriors import storage
@@ -388,10 +388,10 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: its description lacks options, a seed or a name")
         try:
             posterior = found(network, **found._chosen_in(tensors), **options)
-        except TypeError as error:
-            raise InputError(f"{path}: its options are not those of a {kind} posterior ({error})") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+            raise InputError(f"{path}: its options are not those of a {kind} posterior ({reason(error)})") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
         return posterior.eval()  # see `materialise`

@@ -23,6 +23,9 @@ from peerbayes.recipes.matrix import expand
 from peerbayes.recipes.settings import Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
 
+DEPTH = 64  # parts of a key in a recipe's file
+_DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEPTH}}}""")
+
 
 class Recipe(Strict):
     """A whole experiment.
@@ -217,9 +220,14 @@ def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> di
 
 def _parsed(path: Path, origin: str) -> dict[str, Any]:
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if _DEEP.search(text):  # which takes the parser minutes
+            raise InputError(f"{origin}: a key has more than {DEPTH} parts")
+        table: dict[str, Any] = tomllib.loads(text)
         return table
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{origin}: not valid TOML ({error})") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from peerbayes.posteriors import storage
@@ -24,12 +26,30 @@ MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
+def rendered(figure: Figure, kind: str = "png") -> bytes:
+    """Return a figure as the bytes of a file; a ``$`` in its texts is that sign, not the beginning of a formula."""
+    FigureCanvasAgg(figure)
+    axes = [axis for one in figure.axes for axis in (one.xaxis, one.yaxis)]
+    # Powers on logarithmic axes are matplotlib's own formulas; all other texts have names of users in them.
+    powers = {
+        id(label)
+        for axis in axes
+        for label in axis.get_ticklabels(which="both")
+        if isinstance(axis.get_major_formatter(), LogFormatter)
+    }
+    for text in figure.findobj(Text):
+        if id(text) not in powers:
+            text.set_parse_math(False)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # of a name's script: it is drawn as a box
+        figure.savefig(buffer, format=kind)
+    return buffer.getvalue()
+
+
 def png(figure: Figure) -> bytes:
     """Return a figure as PNG."""
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure)
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return rendered(figure)
 
 
 def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]], str, str]]:

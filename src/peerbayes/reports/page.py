@@ -72,6 +72,9 @@ def write_report(run: Run, record: Record) -> None:
     """Write a run's record and its page into its folder."""
     lines = {"The terms over the epochs, averaged over peers.": run.metrics}
     page = report_page([record], run.recipe.title, lines, shared_picture(run))
+    for stale in (".evaluation.json.*.tmp", ".report.html.*.tmp"):  # of a process that was killed while it wrote
+        for path in run.folder.glob(stale):
+            path.unlink(missing_ok=True)
     write_record(run.folder / "evaluation.json", record)
     storage.write_bytes(run.folder / "report.html", page.encode())
 

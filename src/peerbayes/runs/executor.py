@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 
 from peerbayes import networks
 from peerbayes.data.dataset import Dataset, load_outside
+from peerbayes.data.splits import digest
 from peerbayes.data.vocabulary import Vocabulary
+from peerbayes.engine.devices import environment
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.point import Point
@@ -93,11 +95,13 @@ def execute(
     reporter = how.voice(reporter)
     device, loaded = _device(plan, how), Loaded(how.root)
     _check_folders(plan, resume)
+    _check_alike(plan, how, device)
     for node in plan.targets:
         if node.finished:
             reporter.headline(f"{node.folder}: already finished")
             _take_over(node, device)
     _check_nodes(plan, loaded, device, how)
+    _check_alike_data(plan, loaded, how)
     for node in plan.sources:
         reporter.headline(f"{node.recipe.name}: training it first, into {node.folder}")
     failed: dict[Path, TrainingError] = {}
@@ -252,6 +256,34 @@ def _check_nodes(plan: Plan, loaded: Loaded, device: torch.device, how: How, who
             check_outside(node.recipe, loaded(node), how.root)
         else:
             _rehearse(node, loaded(node), device, how)
+
+
+def _check_alike(plan: Plan, how: How, device: torch.device) -> None:
+    """Refuse processes that were not started alike, before they send one another anything else."""
+    facts = {
+        "another recipe, or other settings of it": [node.recipe.digest for node in plan],
+        "another seed": [node.seed for node in plan],
+        "other options": [how.engine, how.precision, how.checkpoint_every, how.synchronise],
+        "other versions": environment(device)["versions"],
+    }
+    _refuse_differing(how.world.differing({what: str(fact) for what, fact in facts.items()}))
+
+
+def _check_alike_data(plan: Plan, loaded: Loaded, how: How) -> None:
+    if how.world.size == 1:
+        return
+    sets = {id(data): data for data in map(loaded, plan)}.values()
+    splits = [split for data in sets for split in (data.train, data.validation) if split is not None]
+    names = ", ".join(dict.fromkeys(data.name for data in sets))
+    _refuse_differing(how.world.differing({f"other data called {names}": " ".join(map(digest, splits))}))
+
+
+def _refuse_differing(differing: Mapping[str, Sequence[int]]) -> None:
+    for what, ranks in differing.items():
+        raise InputError(
+            f"process {ranks[0]} has {what} than process 0; start all processes with the same recipe, seed, options, "
+            "data and versions"
+        )
 
 
 def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None:

@@ -97,8 +97,11 @@ class MetricsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 @contextlib.contextmanager

@@ -15,17 +15,17 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peerbayes import networks
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
-from peerbayes.errors import InputError, UnknownPeer, nearest, within
+from peerbayes.errors import InputError, UnknownPeer, nearest, reason, within
 from peerbayes.importing import allow, in_run, trusting
 from peerbayes.inference.prediction import predict_split
 from peerbayes.posteriors import storage
@@ -48,13 +48,14 @@ def peer_called(name: str) -> str:
 class _Inputs(Strict):
     """What a network must know of the data; see `peerbayes.networks.Inputs`."""
 
-    classes: int
-    shape: list[int]
+    # Bounds that no data come near, so that numbers of anybody's file do not ask for a machine's memory.
+    classes: Annotated[int, Field(ge=1, le=1 << 20)]
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=3)]
     mean: list[float]
     std: list[float]
-    tokens: int = 0
-    dimension: int = 0
-    padding: int = 0
+    tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    dimension: Annotated[int, Field(ge=0, le=1 << 14)] = 0
+    padding: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 
 
 class _About(Table):
@@ -69,6 +70,7 @@ class _About(Table):
     hardware: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
+    threads: Annotated[list[int], Field(min_length=1)] = [1]
 
 
 class _PeerLine(Table):
@@ -137,7 +139,7 @@ class Run(Mapping[str, Posterior]):
 
     def said(self, key: str) -> Any:
         """Return what run.json says under a key of finished runs."""
-        if key not in self.about:
+        if self.about.get(key) is None:
             raise InputError(f"{self.folder / 'run.json'}: '{key}' is missing")
         return self.about[key]
 
@@ -291,7 +293,12 @@ class Run(Mapping[str, Posterior]):
                 f"peerbayes.load(folder, networks={{'{peer}': ...}})"
             )
         with in_run():
-            return networks.build(name, self.network_inputs())
+            inputs = self.network_inputs()
+            try:
+                return networks.build(name, inputs)
+            except (RuntimeError, IndexError) as error:
+                where = f"{self.folder / 'run.json'}: inputs"
+                raise InputError(f"{where}: network '{name}' can't be built for them ({reason(error)})") from error
 
     def __repr__(self) -> str:
         state = "" if self.finished else ", not finished"
@@ -417,7 +424,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{origin}: not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise InputError(f"{origin}: expected a JSON object, found {type(found).__name__}")

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.devices import environment
+from peerbayes.engine.devices import environment, threads
 from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError
@@ -65,6 +66,7 @@ class Session:
             **options,
         )
         self.found = stamp(self.folder) if resume else None
+        self.threads = [torch.get_num_threads()]
         before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
         newest = None if before is None else checkpoints.read_newest(self.folder)
         if before is not None:
@@ -82,6 +84,18 @@ class Session:
             so_far = before.about.get("precision", self.precision)
             if so_far != self.precision:
                 self.reporter.warn(f"{self.folder}: was trained in {so_far} so far, and goes on in {self.precision}")
+            self._compare_threads(before.about.get("threads", self.threads))
+
+    def _compare_threads(self, before: Sequence[int]) -> None:
+        """Tell of another number of threads, which rounds otherwise on a CPU; run.json lists all of them in order."""
+        if self.device.type == "cpu" and before[-1] != self.threads[-1]:
+            self.reporter.warn(
+                f"{self.folder}: was trained with {threads(before[-1])} so far, and goes on with {self.threads[-1]}, "
+                f"which rounds otherwise; OMP_NUM_THREADS={before[-1]} goes on exactly"
+            )
+            self.threads = [*before, *self.threads]
+        else:
+            self.threads = list(before)
 
     def _compare_origins(self, before: Mapping[str, str]) -> None:
         """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
@@ -125,6 +139,7 @@ class Session:
                 **environment(self.device),
                 "engine": self.learner.engine.name,
                 "precision": self.precision,
+                "threads": self.threads,
                 "packed": self.packed,
                 "processes": self.world.size,
             }

@@ -6,6 +6,7 @@ and the step number. A resumed run continues exactly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
@@ -94,7 +96,7 @@ class Learner:
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
-        self._kept = False  # whether there is a checkpoint to go back to
+        self._kept_step: int | None = None  # of the checkpoint to go back to, if there is one
         self._before: dict[str, Tensor] = {}  # what was `sampled` when the epoch began
         self.feed = feed(
             data.train,
@@ -342,8 +344,19 @@ class Learner:
                 raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_words}")
         if self._save is not None:
             self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
-            self._kept = True
+            self._kept_step = self.position.step
         self._saved_at = time.monotonic()
+
+    def keep(self) -> bool:
+        """Write a checkpoint of this step, unless there is one; return whether the run can be resumed from here."""
+        if self._kept_step != self.position.step and self._save is not None:
+            with contextlib.suppress(TrainingError):  # it goes on from the last good one
+                self.checkpoint()
+        return self._kept_step == self.position.step
+
+    @property
+    def _kept(self) -> bool:
+        return self._kept_step is not None
 
     @property
     def _kept_words(self) -> str:
@@ -357,7 +370,13 @@ class Learner:
             prefix = f"peer/{name}/"
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
-        self.position, self._kept = Position(**about["position"]), True
+        try:
+            self.position = TypeAdapter(Position).validate_python(about["position"], strict=True)
+        except (KeyError, ValidationError) as error:
+            raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
+        if not self._reaches(self.position):
+            raise InputError(f"the checkpoint is of step {self.position.step}, where this run never comes")
+        self._kept_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
         before = {n.removeprefix("before/"): t for n, t in tensors.items() if n.startswith("before/")}
@@ -366,6 +385,14 @@ class Learner:
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)
                 self.looks.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
+
+    def _reaches(self, position: Position) -> bool:
+        stages = self.recipe.stages
+        if not 0 <= position.stage < len(stages):
+            return False
+        before = sum(stage.epochs for stage in stages[: position.stage]) * self.steps_per_epoch
+        steps = stages[position.stage].epochs * self.steps_per_epoch
+        return 0 <= position.stage_step <= steps and position.step == before + position.stage_step
 
 
 def _one_class(data: Dataset) -> str:

@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from peerbayes.errors import OutOfMemory, TrainingError, reason
+from peerbayes.training.interruption import Held
 
 if TYPE_CHECKING:
     from peerbayes.training.learner import Learner
+
+ASK_EVERY = 8  # steps after which processes ask one another whether a signal has come
 
 
 def run_together(
     learners: Sequence[Learner], on_end: Callable[[int], None] = lambda _: None
 ) -> dict[int, TrainingError]:
     """Train several cohorts side by side, a step each in turn; on a GPU captured steps overlap.
+
+    A signal that ends the process is held back until a step is made; then every cohort writes a checkpoint.
 
     Args:
         learners: on one device, or each on its own.
@@ -28,17 +33,21 @@ def run_together(
     """
     devices = list({learner.device for learner in learners if learner.device.type == "cuda"})
     errors: dict[int, TrainingError] = {}
-    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+    held = Held()
+    with torch.random.fork_rng(devices), held.listening(), contextlib.ExitStack() as stack:
         running = {place: learner.steps() for place, learner in enumerate(learners)}
         for learner, steps in zip(learners, running.values(), strict=True):
             stack.callback(learner.feed.close)  # also of one that never began
             stack.callback(steps.close)  # type: ignore[attr-defined]
         while running:
+            if _ends(held, [learners[place] for place in running]):
+                held.end(_kept([learners[place] for place in running]))
             for place in list(running):
                 learner = learners[place]
                 try:
                     with learner.engine.running():
                         if next(running[place], "end") is None:
+                            held.holding |= learner.position.step > 0
                             continue
                     if learner.device.type == "cuda":
                         torch.cuda.synchronize(learner.device)
@@ -51,4 +60,22 @@ def run_together(
                         "the last checkpoint is kept: take smaller batches, or stream the images (--placement stream)"
                     )
                 del running[place]
+        if held.number is not None:  # it came in the last step
+            held.end("")
     return errors
+
+
+def _ends(held: Held, learners: Sequence[Learner]) -> bool:
+    """Whether training ends here; all processes come to the same answer after the same step."""
+    if learners[0].world.size == 1:
+        return held.number is not None
+    return learners[0].position.step % ASK_EVERY == 0 and learners[0].world.any(held.number is not None)
+
+
+def _kept(learners: Sequence[Learner]) -> str:
+    """Write a checkpoint of each; return how to go on, nothing where not all can."""
+    kept = []
+    for learner in learners:
+        with learner.engine.running():
+            kept.append(learner.keep())
+    return f"resume goes on from step {learners[0].position.step}" if all(kept) else ""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from peerbayes.errors import PeerbayesWarning
+from peerbayes.errors import PeerbayesWarning, printable
 
 
 class Reporter:
@@ -57,7 +57,7 @@ class ConsoleReporter(Reporter):
 
     def headline(self, text: str) -> None:
         """Print what is being trained."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def stage(self, number: int, count: int, epochs: int, done: int) -> None:
         """Start a new bar."""
@@ -70,16 +70,16 @@ class ConsoleReporter(Reporter):
 
     def epoch(self, line: Mapping[str, Any]) -> None:
         """Advance the bar, or print every tenth part of a stage."""
-        figures = _figures(line)
+        figures = printable(_figures(line))
         if self._task is not None:
             self._board.update(self._task, line["epoch"], figures)
         elif line["epoch"] % self._every == 0:
             text = f"{self._title}  {line['epoch']:>3}  {figures}  {line['seconds']:.0f} s"
-            self.console.print(text, markup=False, soft_wrap=True)
+            self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a line that begins with an exclamation mark."""
-        self.console.print(f"! {self._label}{text}", style="yellow", markup=False, soft_wrap=True)
+        self.console.print(printable(f"! {self._label}{text}"), style="yellow", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -109,7 +109,7 @@ class _Board:
                 console=self.console,
             )
             self._progress.start()
-        task = self._progress.add_task(title, total=epochs, completed=done, figures="")
+        task = self._progress.add_task(printable(title), total=epochs, completed=done, figures="")
         self._open.add(task)
         return task
 

@@ -81,7 +81,7 @@ def divergence(found: Record) -> Figure:
             axes.plot(found["points"], values, style, label=label, color=COLOURS[number], linewidth=1.6)
         axes.set_title(title)
         axes.set_xlabel(letter)
-        axes.set_ylabel(r"$D_\alpha(P \Vert Q)$ (nats)")
+        axes.set_ylabel("Rényi divergence of P from Q (nats)")
         axes.set_ylim(bottom=-0.02 * max(found[key]["100"]))  # α = 0 lies on the axis
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
