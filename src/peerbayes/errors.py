@@ -34,21 +34,21 @@ class PeerbayesWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def within(place: str, kind: type[InputError] = InputError) -> Iterator[None]:
+def within(prefix: str, kind: type[InputError] = InputError) -> Iterator[None]:
     """Put the place, a recipe's key say, before what an `InputError` inside the block says; raise one of ``kind``."""
     try:
         yield
     except InputError as error:
-        raise kind(f"{place}{'.' if isinstance(error, OptionError) else ': '}{error}") from error
+        raise kind(f"{prefix}{'.' if isinstance(error, OptionError) else ': '}{error}") from error
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known word, or the list of known words."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+    candidates = sorted(candidates)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.65)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {', '.join(candidates)}" if candidates else ""
 
 
 def reason(error: BaseException) -> str:

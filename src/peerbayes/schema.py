@@ -57,19 +57,19 @@ class Strict(Table):
         return near if not absent or any(f"'{name}'" in near for name in absent) else nearest("", cls.model_fields)
 
 
-def nested(error: ValidationError, place: str, given: Any) -> PydanticCustomError:
+def nested(error: ValidationError, location: str, given: Any) -> PydanticCustomError:
     """Return the error that a validator raises for a table, at ``place``, that it validates by another schema."""
     fault = _first_fault(error, given)
-    fault = {**fault, "loc": (place, *fault["loc"])}
+    fault = {**fault, "loc": (location, *fault["loc"])}
     return PydanticCustomError("nested", "{message}", {"message": str(fault["msg"]), "fault": fault})
 
 
 def _first_fault(error: ValidationError, given: Any) -> dict[str, Any]:
     faults: list[dict[str, Any]] = [{**fault} for fault in error.errors()]
-    for place, fault in enumerate(faults):
+    for index, fault in enumerate(faults):
         if fault["type"] == "nested":
             inner = fault["ctx"]["fault"]
-            faults[place] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
+            faults[index] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
 
     # Unknown keys first: a misspelt key often causes the other faults. Of the forms that a value may have, the one that
     # fitted furthest was meant.
@@ -81,16 +81,16 @@ def _first_fault(error: ValidationError, given: Any) -> dict[str, Any]:
 
 def _sentence(error: ValidationError, given: Any) -> str:
     fault = _first_fault(error, given)
-    place = ".".join(_parts(fault, given))
+    location = ".".join(_parts(fault, given))
     if fault["type"] == "unknown_key":
-        return f"{place} {fault['msg']}" if place else str(fault["msg"])
+        return f"{location} {fault['msg']}" if location else str(fault["msg"])
     if fault["type"] == "missing":
-        return f"'{place}' is missing"
+        return f"'{location}' is missing"
     message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
-    text = f"{place}: " * bool(place) + message[0].lower() + message[1:]
+    text = f"{location}: " * bool(location) + message[0].lower() + message[1:]
     # Sentences of our own name what was given; a whole table would drown the message.
-    own = fault["type"] == "value_error" or isinstance(fault["input"], dict)
-    return text if own else f"{text}, got {fault['input']!r}"
+    explicit = fault["type"] == "value_error" or isinstance(fault["input"], dict)
+    return text if explicit else f"{text}, got {fault['input']!r}"
 
 
 def _parts(fault: Mapping[str, Any], given: Any) -> list[str]:
@@ -98,10 +98,10 @@ def _parts(fault: Mapping[str, Any], given: Any) -> list[str]:
     parts, node = [], given
     *before, last = fault["loc"] or (None,)
     for part in (*before, last):
-        known = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
-        if known:
+        is_key = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        if is_key:
             assert node is not None
             node = node[part]
-        if known or (fault["type"] == "missing" and part is last):
+        if is_key or (fault["type"] == "missing" and part is last):
             parts.append(str(part))
     return parts

@@ -46,15 +46,15 @@ def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str,
     flat["predict_rate"] = predict and PREDICTED * DRAWS / predict
     for engine, key in MEMORY.items():
         flat[f"peak_memory_gib.{engine}"] = measured.get(key, {}).get("peak_memory_gib")
-    found: dict[str, Any] = {"figures": {}, "notes": {}}
+    record: dict[str, Any] = {"figures": {}, "notes": {}}
     for key, value in flat.items():
         *tables, last = key.split(".")
-        reduce(lambda node, name: node.setdefault(name, {}), tables, found["figures"])[last] = value
+        reduce(lambda node, name: node.setdefault(name, {}), tables, record["figures"])[last] = value
         if value is None:
             missing = " and ".join(source for source in SOURCES.get(key, ()) if flat[source] is None)
             why = f"needs {missing}" if missing else NEEDS_GPU if key in SOURCES else "not measured"
-            found["notes"][key] = measured.get(key, {}).get("failed", why)
-    return found
+            record["notes"][key] = measured.get(key, {}).get("failed", why)
+    return record
 
 
 def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
@@ -64,8 +64,10 @@ def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
 
 def needed(name: str, keys: Sequence[str]) -> list[str]:
     """Return what has to be timed for a figure, or for all figures below a name."""
-    known = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
-    if not known:
+    matching = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
+    if not matching:
         raise InputError(f"there is no figure '{name}'{nearest(name, [*keys, *SOURCES, 'growth'])}")
-    found = [[key] if key in keys else [k for source in SOURCES[key] for k in needed(source, keys)] for key in known]
-    return [key for part in found for key in part]
+    sources = [
+        [key] if key in keys else [k for source in SOURCES[key] for k in needed(source, keys)] for key in matching
+    ]
+    return [key for part in sources for key in part]

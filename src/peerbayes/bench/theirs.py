@@ -31,7 +31,7 @@ def steps(bench: Bench) -> Measured:
             ways[key] = step
             about[key] = {"setup_s": setup, "images": "one batch on the device, not augmented"}
     timed = bench.times(1e3 / count, {key: partial(step, count) for key, step in ways.items()})
-    return {key: timed.get(key, {}) | one | {"steps": count} for key, one in about.items()}
+    return {key: timed.get(key, {}) | notes | {"steps": count} for key, notes in about.items()}
 
 
 def _their_steps(bench: Bench, precision: torch.dtype | None) -> Callable[[int], None]:

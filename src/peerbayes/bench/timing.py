@@ -119,21 +119,21 @@ class Bench:
         """Time functions in turn, in rounds; return their measurements, times ``scale``."""
         rounds = [[self.seconds(function) * scale for function in functions.values()] for _ in range(self.plan.repeats)]
         return {
-            name: {"median": statistics.median(found), "spread": [min(found), max(found)], "repeats": len(found)}
-            for name, found in zip(functions, zip(*rounds, strict=True), strict=True)
+            name: {"median": statistics.median(values), "spread": [min(values), max(values)], "repeats": len(values)}
+            for name, values in zip(functions, zip(*rounds, strict=True), strict=True)
         }
 
     def calls(self, scale: float, calls: Mapping[str, Callable[[], Any]], **about: Any) -> Measured:
         """Time calls in turn, each after one that warms it up; add what there is to say about them."""
         setup = {key: self.seconds(call) for key, call in calls.items()}
         timed = self.times(scale, calls)
-        return {key: one | {"setup_s": setup[key], **about} for key, one in timed.items()}
+        return {key: figures | {"setup_s": setup[key], **about} for key, figures in timed.items()}
 
     def steps(self, cohorts: Mapping[str, Cohorts]) -> Measured:
         """Time ``some`` training steps of cohorts by key, in turn, in milliseconds a step."""
         count = self.plan.some
-        timed = self.times(1e3 / count, {key: partial(found.step, count) for key, found in cohorts.items()})
-        return {key: one | {"setup_s": cohorts[key].setup_s, "steps": count} for key, one in timed.items()}
+        timed = self.times(1e3 / count, {key: partial(cohort.step, count) for key, cohort in cohorts.items()})
+        return {key: figures | {"setup_s": cohorts[key].setup_s, "steps": count} for key, figures in timed.items()}
 
     def recipe(self, method: str, peers: int = 2, network: str = "", point: bool = False, terms: str = "") -> Recipe:
         """Return the first stage of a CIFAR-100 recipe, or some of its terms, for peers alike and from scratch."""
@@ -152,10 +152,10 @@ class Bench:
         whole = EPOCH // self.plan.batch
         about: dict[str, Any] = {"engine": engine, "precision": self.plan.precision, "steps": steps, "scaled_to": whole}
         cohorts = {key: Cohorts(self, recipe, engine, count) for key, recipe in recipes.items()}
-        timed = self.times(whole / steps, {key: partial(found.step, steps) for key, found in cohorts.items()})
+        timed = self.times(whole / steps, {key: partial(cohort.step, steps) for key, cohort in cohorts.items()})
         if self.on_gpu:
             about |= self.most_memory()
-        return {key: one | about | {"setup_s": cohorts[key].setup_s} for key, one in timed.items()}
+        return {key: figures | about | {"setup_s": cohorts[key].setup_s} for key, figures in timed.items()}
 
     def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
         """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""

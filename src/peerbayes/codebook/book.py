@@ -108,14 +108,14 @@ def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
 
 
 def _sorted(book: Codebook) -> Codebook:
-    place, turn = book.outlier.argsort(), book.blended.argsort()
-    share = (book.blend_weight[turn, 0].float() * SHARES).round()
+    outlier_order, blended_order = book.outlier.argsort(), book.blended.argsort()
+    share = (book.blend_weight[blended_order, 0].float() * SHARES).round()
     return replace(
         book,
-        blended=book.blended[turn],
-        blend_component=book.blend_component[turn],
+        blended=book.blended[blended_order],
+        blend_component=book.blend_component[blended_order],
         blend_weight=torch.stack([share / SHARES, (SHARES - share) / SHARES], 1),
-        outlier=book.outlier[place],
-        outlier_mean=book.outlier_mean[place],
-        outlier_std=book.outlier_std[place],
+        outlier=book.outlier[outlier_order],
+        outlier_mean=book.outlier_mean[outlier_order],
+        outlier_std=book.outlier_std[outlier_order],
     )

@@ -107,48 +107,48 @@ def share(
     else:
         centres = kmeans(points, count, Address(seed, "sharing", "kmeans"))
         labels = nearest(points, centres)[:, 0]
-    found = components_of(points, labels, count)
+    components = components_of(points, labels, count)
     lap("clustering")
     if options.em_steps:
-        found = em(points, found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
-        labels = most_probable(points, found)
+        components = em(points, components, options.em_steps, BATCH, Address(seed, "sharing", "em"))
+        labels = most_probable(points, components)
         # By its weights from now on, not by its share of all: where components overlap these differ.
-        found = replace(found, count=torch.bincount(labels, minlength=count).double())
+        components = replace(components, count=torch.bincount(labels, minlength=count).double())
         lap("em")
 
-    small = found.count < (max(1, options.smallest) if options.outliers else 1)
+    small = components.count < (max(1, options.smallest) if options.outliers else 1)
     few = small[labels]
     alone[inside[few]] = True
     inside, points, labels = inside[~few], points[~few], labels[~few]
-    found, labels = _kept(found, ~small, labels)
-    if not len(found.mean):
+    components, labels = _kept(components, ~small, labels)
+    if not len(components.mean):
         fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
         raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
     log: dict[str, Any] = {}
-    if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
-        spread = found.covariance[:, 0, 0]
+    if options.merge.get("distance", 1) > 0 and len(components.mean) > 1:
+        spread = components.covariance[:, 0, 0]
         # The size of a centre's gradient, at most.
-        own = None if gradient is None else summed(gradient[inside], labels, len(found.mean))
-        found, mapping, log = merge(found, gradient=own, spread=spread, **options.merge)
+        slope = None if gradient is None else summed(gradient[inside], labels, len(components.mean))
+        components, mapping, log = merge(components, gradient=slope, spread=spread, **options.merge)
         labels = mapping[labels]
     lap("merging")
 
-    place = torch.empty(0, dtype=torch.int64, device=mean.device)
-    pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
-    if options.blend and len(found.mean) > 1:
-        place, pair, weight = blends(points, labels, found)
+    blended = torch.empty(0, dtype=torch.int64, device=mean.device)
+    pair, weight = blended.view(0, 2), torch.empty(0, 2, device=mean.device)
+    if options.blend and len(components.mean) > 1:
+        blended, pair, weight = blends(points, labels, components)
         whole = (weight[:, 0] * SHARES).round() == SHARES  # all of one component, as shares are kept
-        labels[place[whole]] = pair[whole, 0]
-        place, pair, weight = inside[place[~whole]], pair[~whole], weight[~whole]
+        labels[blended[whole]] = pair[whole, 0]
+        blended, pair, weight = inside[blended[~whole]], pair[~whole], weight[~whole]
     lap("blending")
     every = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
     every[inside] = labels
     single = alone.nonzero()[:, 0]
     book = Codebook(
-        found.mean.float(),
-        cholesky_of(found.covariance).float(),
+        components.mean.float(),
+        cholesky_of(components.covariance).float(),
         every,
-        place,
+        blended,
         pair,
         weight.float(),
         single,
@@ -157,12 +157,12 @@ def share(
     )
     account = {
         "weights": layout.size,
-        "components": len(found.mean),
+        "components": len(components.mean),
         "components_at_first": count,
         "outliers": len(single),
         "outliers_by_rule": by_rule,
         "outliers_of_small_components": len(single) - by_rule,
-        "blended": len(place),
+        "blended": len(blended),
         "merging": log,
         "seconds": seconds,
     }
@@ -180,12 +180,12 @@ def _typical_variance(points: Tensor, part: Tensor) -> float:
     The variance of all weights would be that of the largest ones: a head with weights of 0.3 would leave a handful of
     components to convolutions with weights of 0.01.
     """
-    found = components_of(points, part, int(part.max()) + 1)
-    variance = found.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
+    components = components_of(points, part, int(part.max()) + 1)
+    variance = components.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
     wide = variance > 0
     if not bool(wide.any()):  # each part is one point, whatever a bit is worth
         return float(points.var(0, correction=0).sum()) or 1.0
-    return float((found.count[wide] @ variance[wide].log() / found.count[wide].sum()).exp())
+    return float((components.count[wide] @ variance[wide].log() / components.count[wide].sum()).exp())
 
 
 def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:

@@ -138,17 +138,17 @@ def _relocated(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
     if len(centres) < 2:
         return centres
     largest, axis = _longest(covariance)
-    own = torch.arange(len(centres), device=centres.device)
+    index = torch.arange(len(centres), device=centres.device)
     first, second = nearest(centres, centres, 2).unbind(1)
-    other = torch.where(size > 0, torch.where(first == own, second, first), own)
+    other = torch.where(size > 0, torch.where(first == index, second, first), index)
     share = size / (size + size[other]).clamp_min(1)
     cost = size[other] * share * (centres - centres[other]).square().sum(1)
-    pair = (other[other] == own) & ((own < other) | (size == 0))
+    pair = (other[other] == index) & ((index < other) | (size == 0))
     cost, free = torch.where(pair, cost, torch.inf).sort(stable=True)
     gain, split = (_SPLIT_GAIN * size * largest).sort(descending=True, stable=True)
     better = (cost < gain).nonzero().squeeze(1)
     free, split = free[better], split[better]
-    busy = torch.zeros_like(own, dtype=torch.bool)
+    busy = torch.zeros_like(index, dtype=torch.bool)
     busy[free] = busy[other[free]] = True
     free, split = free[~busy[split]], split[~busy[split]]
     lower, upper = _halves(centres[split], largest[split], axis[split])
@@ -212,21 +212,21 @@ def em(
     components = replace(components, count=components.count * (size / components.count.sum()))
     for step in range(steps):
         part = _subset(points, batch, address.sub(f"em {step}"))
-        found = _maximised(part, components, ridge)
-        found = replace(found, count=found.count * (size / len(part)))
+        update = _maximised(part, components, ridge)
+        update = replace(update, count=update.count * (size / len(part)))
         if size <= batch:
-            components = found
+            components = update
         else:
             weight = (step + 2) ** -decay
             old = replace(components, count=components.count * (1 - weight))
-            components = merged(old, replace(found, count=found.count * weight))
+            components = merged(old, replace(update, count=update.count * weight))
     return components
 
 
 def most_probable(points: Tensor, components: Components) -> Tensor:
     """Return for each point (n, 2) the number of the component that it most probably is of, (n,); see `_joint`."""
-    found = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
-    return torch.cat(list(found)).squeeze(1)
+    labels = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
+    return torch.cat(list(labels)).squeeze(1)
 
 
 def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -107,8 +107,8 @@ def arrange(symbols: NDArray[np.integer] | Tensor, means: NDArray[np.floating] |
     count, total = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
     for number, where in enumerate(_slices(parts)):
         part = array[where]
-        own = np.bincount(part[part < len(values)], minlength=len(values))
-        count, total = count + own, total + own * number
+        counts = np.bincount(part[part < len(values)], minlength=len(values))
+        count, total = count + counts, total + counts * number
     layers = total / np.maximum(count, 1)
     return np.lexsort((values, np.rint(layers)))
 
@@ -194,9 +194,9 @@ class _Shared:
 
     def ranks(self, alphabet: int) -> Ints:
         """Return each symbol's place among those that occur, (alphabet,)."""
-        found = np.zeros(alphabet, np.int64)
-        found[self.symbols] = np.arange(len(self.symbols))
-        return found
+        ranks = np.zeros(alphabet, np.int64)
+        ranks[self.symbols] = np.arange(len(self.symbols))
+        return ranks
 
     def finest(self, size: int) -> int:
         """Return the highest level open to a part of this size, which bounds the bins of all parts by 2 n."""
@@ -232,9 +232,9 @@ def _frequencies(weights: Floats, bits: int) -> Ints:
     room = (1 << bits) - len(used)
     whole, rest = np.divmod(excess * room, excess.sum())
     whole[np.argsort(-rest, kind="stable")[: room - whole.sum()]] += 1
-    found = np.zeros(len(weights), np.int64)
-    found[used] = whole + 1
-    return found
+    frequencies = np.zeros(len(weights), np.int64)
+    frequencies[used] = whole + 1
+    return frequencies
 
 
 def _roots(counts: Ints) -> Ints:
@@ -275,10 +275,10 @@ def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shar
         if level > shared.finest(size):
             raise InputError(f"index: damaged (a layer of {size} weights with a table of level {level})")
         start, end = end, end + (len(shared.starts(level)) if level else 0)
-        own = values[start:end]
-        if level and not (end <= len(values) and _adds_up(own, size)):
+        part_roots = values[start:end]
+        if level and not (end <= len(values) and _adds_up(part_roots, size)):
             raise InputError(f"index: damaged (the table of a layer of {size} weights does not add up to them)")
-        tables.append(_Table(part, level, own))
+        tables.append(_Table(part, level, part_roots))
     if end != len(values):
         raise InputError("index: damaged (its tables have a wrong length)")
     return shared, tables
@@ -329,9 +329,9 @@ def _push(ranks: Ints, tables: list[_Table], shared: _Shared) -> tuple[Words, Wo
 def _pop(states: Words, words: Words, size: int, tables: list[_Table], shared: _Shared) -> Ints:
     """Undo `_push` and return the symbols: all states must end where it began, and all words be used."""
     lanes, bits, mask = len(states), np.uint64(shared.bits), np.uint64((1 << shared.bits) - 1)
-    found, used = np.empty(size, np.int64), 0
+    symbols, used = np.empty(size, np.int64), 0
     for table in tables:
-        code, ranks = shared.code_of(table), found[table.where]
+        code, ranks = shared.code_of(table), symbols[table.where]
         for row in range(0, len(ranks), lanes):
             state = states[: len(ranks) - row]
             slot = state & mask
@@ -346,4 +346,4 @@ def _pop(states: Words, words: Words, size: int, tables: list[_Table], shared: _
         ranks[:] = shared.symbols[ranks]
     if used != len(words) or (states != LOW).any():
         raise InputError("index: damaged (its last weight is not where its data end)")
-    return found
+    return symbols

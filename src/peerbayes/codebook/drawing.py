@@ -58,20 +58,20 @@ def _filled(columns: Sequence[Tensor], rows: Tensor, noise: Pieces) -> Tensor:
     for first, last, eps in noise:
         if scales.shape[1] < last - first:
             scales = flat.new_empty(len(columns) - 1, last - first)
-        places = [flat[first:last], *scales[:, : last - first]]
-        for column, place in zip(columns, places, strict=True):
-            torch.index_select(column, 0, rows[first:last], out=place)
-        drawn(places, eps)
+        buffers = [flat[first:last], *scales[:, : last - first]]
+        for column, buffer in zip(columns, buffers, strict=True):
+            torch.index_select(column, 0, rows[first:last], out=buffer)
+        drawn(buffers, eps)
     return flat
 
 
 def _noise(begin: Tensor, size: int, each: int) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
     """Yield what `peerbayes.math.noise.normal` gives to ``size`` weights, in pieces that are overwritten."""
     half = (each * size + 1) // 2
-    for first, last, one, other in normal_pieces(begin, each * size):
+    for first, last, cosines, sines in normal_pieces(begin, each * size):
         if half == size:  # two numbers a weight
-            yield first, last, (one, other)
+            yield first, last, (cosines, sines)
             continue
-        yield first, last, (one,)
+        yield first, last, (cosines,)
         end = min(half + last, size)
-        yield half + first, end, (other[: end - half - first],)
+        yield half + first, end, (sines[: end - half - first],)

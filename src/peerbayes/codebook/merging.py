@@ -85,12 +85,12 @@ def merge(
 def _pairs(mean: Tensor, neighbours: int) -> Tensor:
     """Return the pairs of neighbours, each once and the lower index first, shape ``(2, pairs)``, in ascending order."""
     size = len(mean)
-    found = nearest(mean, mean, min(neighbours + 1, size))
-    own = torch.arange(size, device=mean.device).unsqueeze(1)
-    other = found != own
+    neighbour = nearest(mean, mean, min(neighbours + 1, size))
+    index = torch.arange(size, device=mean.device).unsqueeze(1)
+    other = neighbour != index
     # Of many at one place the first ones are listed, perhaps without the component itself.
     other[:, -1] &= ~other.all(1)
-    low, high = torch.minimum(found, own)[other], torch.maximum(found, own)[other]
+    low, high = torch.minimum(neighbour, index)[other], torch.maximum(neighbour, index)[other]
     keys = torch.unique(low * size + high)
     return torch.stack([keys // size, keys % size])
 
@@ -110,17 +110,17 @@ def _joined(
     """Return the components with pairs merged, their slope and spread, and where each one went."""
     low, high = pairs
     first, second = components.select(low), components.select(high)
-    one = merged(first, second, rule)
-    share = torch.where(one.count > 0, second.count / one.count.clamp_min(1e-300), 0.5)
+    joined = merged(first, second, rule)
+    share = torch.where(joined.count > 0, second.count / joined.count.clamp_min(1e-300), 0.5)
     between = (first.mean[:, 0] - second.mean[:, 0]).square()
     slope = slope.index_put((low,), slope[low] + slope[high])
     pooled = spread[low] + share * (spread[high] - spread[low]) + share * (1 - share) * between
     spread = spread.index_put((low,), pooled)
     components = replace(
         components,
-        mean=components.mean.index_put((low,), one.mean),
-        covariance=components.covariance.index_put((low,), one.covariance),
-        count=components.count.index_put((low,), one.count),
+        mean=components.mean.index_put((low,), joined.mean),
+        covariance=components.covariance.index_put((low,), joined.covariance),
+        count=components.count.index_put((low,), joined.count),
     )
     left = torch.ones_like(slope, dtype=torch.bool)
     left[high] = False

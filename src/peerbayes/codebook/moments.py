@@ -62,7 +62,7 @@ def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> t
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     """Yield x², xy and y², each made when it is wanted."""
-    return (one * other for one, other in ((x, x), (x, y), (y, y)))
+    return (left * right for left, right in ((x, x), (x, y), (y, y)))
 
 
 def about_mean(moments: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,37 +93,37 @@ def _search(points: Tensor, table: _Table, count: int) -> Tensor:
     kept = torch.full((len(along), count), torch.finfo(torch.float64).max, dtype=torch.float64, device=along.device)
     index = torch.full_like(kept, size)
     for step in range(strips):
-        found = 0
+        searched = 0
         for strip in (home - step, home + step) if step else (home,):
             inside = strip.clamp(0, strips - 1)
             gap = torch.maximum(table.low[inside] - across, across - table.high[inside]).clamp_min_(0)
             near = ((inside == strip) & (gap.square() <= kept[:, -1])).nonzero().squeeze(1)
             if not len(near):
                 continue
-            found += len(near)
+            searched += len(near)
             inside = inside[near]
-            place = torch.searchsorted(table.keys, inside * (size + 1) + rank[near]) + (inside + 1) * table.width
-            kept[near], index[near] = _scan(along[near], across[near], place, kept[near], index[near], table)
-        if not found:
+            begin = torch.searchsorted(table.keys, inside * (size + 1) + rank[near]) + (inside + 1) * table.width
+            kept[near], index[near] = _scan(along[near], across[near], begin, kept[near], index[near], table)
+        if not searched:
             break
     return index.long()
 
 
 def _scan(
-    along: Tensor, across: Tensor, place: Tensor, kept: Tensor, index: Tensor, table: _Table
+    along: Tensor, across: Tensor, begin: Tensor, kept: Tensor, index: Tensor, table: _Table
 ) -> tuple[Tensor, Tensor]:
     """Improve what is kept by the centres to the left of ``place`` in its strip, then by those from it on."""
-    for first, step, edge in ((place - table.width, -table.width, 0), (place, table.width, -1)):
-        active = torch.arange(len(place), device=place.device)
+    for first, step, edge in ((begin - table.width, -table.width, 0), (begin, table.width, -1)):
+        active = torch.arange(len(begin), device=begin.device)
         start, x, y, best, which = first, along, across, kept, index
         while len(active):
             row = table.rows.index_select(0, start)
             square = (row[:, 0] - x[:, None]).square_()
             last = square[:, edge].clone()
             square += (row[:, 1] - y[:, None]).square_()
-            found = _least(square, row[:, 2], min(best.shape[1], table.width))
-            best, which = _least(torch.cat([best, found[0]], 1), torch.cat([which, found[1]], 1), best.shape[1])
-            if len(active) == len(place):
+            nearer = _least(square, row[:, 2], min(best.shape[1], table.width))
+            best, which = _least(torch.cat([best, nearer[0]], 1), torch.cat([which, nearer[1]], 1), best.shape[1])
+            if len(active) == len(begin):
                 kept, index = best, which
             else:
                 kept[active], index[active] = best, which

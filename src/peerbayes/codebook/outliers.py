@@ -31,12 +31,12 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
         raise InputError(f"mean is a {mean.dtype} tensor of shape {tuple(mean.shape)}: expected floating-point (n,).")
     if not 0 <= top <= 1:
         raise InputError(f"top is {top}: expected a share from 0 to 1.")
-    found = mean.abs() > threshold
+    mask = mean.abs() > threshold
     if gradient is not None:
         if gradient.shape != mean.shape:
             raise InputError(f"gradient has shape {tuple(gradient.shape)}: expected {tuple(mean.shape)}, as mean has.")
-        found[gradient.abs().argsort(descending=True, stable=True)[: steepest(top, len(mean))]] = True
-    return found
+        mask[gradient.abs().argsort(descending=True, stable=True)[: steepest(top, len(mean))]] = True
+    return mask
 
 
 def steepest(top: float, count: int) -> int:

@@ -86,7 +86,7 @@ def _warn_of_little(shared: Shared, name: str) -> None:
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:
-        largest = max(others, key=lambda one: others[one].numel())
+        largest = max(others, key=lambda tensor: others[tensor].numel())
         warnings.warn(
             f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
             f"'{largest}' above all, have no scales to share and stay as they are",

@@ -46,11 +46,11 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
         raise InputError(f"thrift is too small: a bit is worth {worth:g}, which makes more than {MOST:,} squares.")
     _, centres, _ = member_moments(points, labels, points.new_zeros(count, 2))
     for _ in range(steps):
-        found = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
-        if torch.equal(found, labels):
+        cheapest = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
+        if torch.equal(cheapest, labels):
             break
-        present = torch.bincount(found, minlength=len(centres)) > 0
-        labels = (present.long().cumsum(0) - 1)[found]
+        present = torch.bincount(cheapest, minlength=len(centres)) > 0
+        labels = (present.long().cumsum(0) - 1)[cheapest]
         _, centres, _ = member_moments(points, labels, centres[present])
     return centres, labels
 
@@ -71,20 +71,20 @@ def _cheapest(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Te
     """Return the centre with the least squared distance + cost by (part, centre) of every point."""
     if len(centres) <= MANY:
         return _cheapest_of_all(points, part, centres, cost)
-    found, least = [], cost.amin(1)
-    for here, own in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
+    labels, least = [], cost.amin(1)
+    for here, part_here in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
         near = nearest(here, centres, NEAR)
         square = (here.unsqueeze(1) - centres[near]).square_().sum(2)
-        total, place = (square + cost[own.unsqueeze(1), near]).min(1)
-        label = near.gather(1, place.unsqueeze(1)).squeeze(1)
-        left = (square[:, -1] + least[own] < total).nonzero().squeeze(1)
-        label[left] = _cheapest_of_all(here[left], own[left], centres, cost)
-        found.append(label)
-    return torch.cat(found)
+        total, column = (square + cost[part_here.unsqueeze(1), near]).min(1)
+        label = near.gather(1, column.unsqueeze(1)).squeeze(1)
+        left = (square[:, -1] + least[part_here] < total).nonzero().squeeze(1)
+        label[left] = _cheapest_of_all(here[left], part_here[left], centres, cost)
+        labels.append(label)
+    return torch.cat(labels)
 
 
 def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
-    found = torch.empty(len(points), dtype=torch.int64, device=points.device)
+    labels = torch.empty(len(points), dtype=torch.int64, device=points.device)
     # A processor wants its working set in the cache, an accelerator many points at once.
     size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
     for first in range(0, len(points), size):
@@ -92,8 +92,8 @@ def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor
         square = cost[part[here]]
         for axis in range(2):
             square += (points[here, axis, None] - centres[:, axis]).square_()
-        found[here] = square.argmin(1)
-    return found
+        labels[here] = square.argmin(1)
+    return labels
 
 
 def _bits(labels: Tensor, part: Tensor, centres: int, parts: int) -> Tensor:

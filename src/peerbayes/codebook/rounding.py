@@ -67,52 +67,52 @@ def forms(posterior: Posterior) -> Iterator[Form]:
 def as_mean_field(posterior: Shared) -> MeanField:
     """Return a Gaussian for every shared weight, with the mean and the scale that it has."""
     names = set(posterior.layout.shapes)
-    found = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
+    field = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
     with torch.no_grad():
-        found.rho.copy_(inverse_softplus(posterior.std))
-    found.seed, found.name = posterior.seed, posterior.name
-    return found
+        field.rho.copy_(inverse_softplus(posterior.std))
+    field.seed, field.name = posterior.seed, posterior.name
+    return field
 
 
 def _form(name: str, posterior: Posterior, *parts: Numbers) -> Form:
-    numbers = {place: number for part in parts for place, number in part.items()}
-    anchors = {place: t for place, t in posterior.state().items() if place.startswith("anchor/")}
-    found = copy.deepcopy(posterior)
-    found.load_state(anchors | {place: tensor for place, (tensor, _) in numbers.items()})
-    return Form(name, sum(size for _, size in numbers.values()), found)
+    numbers = {key: number for part in parts for key, number in part.items()}
+    anchors = {key: t for key, t in posterior.state().items() if key.startswith("anchor/")}
+    rounded = copy.deepcopy(posterior)
+    rounded.load_state(anchors | {key: tensor for key, (tensor, _) in numbers.items()})
+    return Form(name, sum(size for _, size in numbers.values()), rounded)
 
 
 def _means(posterior: Posterior, bits: int) -> Numbers:
-    found = {}
-    for place, tensor in _part(posterior, "mean"):
+    numbers = {}
+    for key, tensor in _part(posterior, "mean"):
         # A step for the channel of a bias is as large as the bias.
         small = bits <= 8 and tensor.dim() > 1
-        found[place] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
-    return found
+        numbers[key] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
+    return numbers
 
 
 def _scales(posterior: Posterior, bits: int) -> Numbers:
-    found = {}
-    for place, tensor in _part(posterior, *SCALES):
+    numbers = {}
+    for key, tensor in _part(posterior, *SCALES):
         if bits == 32:
-            found[place] = _floats(tensor, 32)
+            numbers[key] = _floats(tensor, 32)
             continue
         std = F.softplus(tensor.double())
         if bits == 16:
             std, size = std.half().clamp_min(TINY), 2 * std.numel()
         else:
             std, size = rounded_scales(std, bits)
-        found[place] = inverse_softplus(std).float(), size
-    return found
+        numbers[key] = inverse_softplus(std).float(), size
+    return numbers
 
 
 def _others(posterior: Posterior, bits: int) -> Numbers:
-    parts = {place.split("/")[0] for place in posterior.state()} - {"mean", "anchor", *SCALES}
-    return {place: _floats(tensor, bits) for place, tensor in _part(posterior, *parts)}
+    parts = {key.split("/")[0] for key in posterior.state()} - {"mean", "anchor", *SCALES}
+    return {key: _floats(tensor, bits) for key, tensor in _part(posterior, *parts)}
 
 
 def _part(posterior: Posterior, *parts: str) -> Iterator[tuple[str, Tensor]]:
-    return ((place, t.detach()) for place, t in posterior.state().items() if place.split("/")[0] in parts)
+    return ((key, t.detach()) for key, t in posterior.state().items() if key.split("/")[0] in parts)
 
 
 def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:

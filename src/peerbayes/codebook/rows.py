@@ -46,9 +46,9 @@ def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> l
         sampling: ``hierarchical``, ``moment`` or ``mean``.
         share: which blended weights have of the first of their components, (E,); that of the codebook without it.
     """
-    own, zero = _own(book), torch.zeros_like(book.outlier_mean)
+    columns, zero = _own(book), torch.zeros_like(book.outlier_mean)
     single = [book.outlier_mean, book.outlier_std, zero, zero, zero]
-    mean, *scales = (torch.cat(parts) for parts in zip(own, _mixed(book, own, share), single, strict=True))
+    mean, *scales = (torch.cat(parts) for parts in zip(columns, _mixed(book, columns, share), single, strict=True))
     if sampling == "hierarchical":
         return [mean, *scales]
     return [mean, _sum_of_squares(scales[:1] if sampling == "mean" else scales).sqrt()]
@@ -74,12 +74,12 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
     scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])
     variance, share = _sum_of_squares(scales), book.blend_weight[:, 0]
     if mixture:
-        (mean, other_mean), (one, other) = _pairs(book, [m, variance])
-        blended = torch.lerp(other, one, share) + share * (1 - share) * (mean - other_mean).square()
+        (mean, second_mean), (first, second) = _pairs(book, [m, variance])
+        blended = torch.lerp(second, first, share) + share * (1 - share) * (mean - second_mean).square()
     elif sampling.startswith("cluster"):
-        ((one, other),) = _pairs(book, [variance])
+        ((first, second),) = _pairs(book, [variance])
         alone = book.blend_component[:, 0] == book.blend_component[:, 1]  # whose two draws are the same
-        blended = torch.where(alone, one, share.square() * one + (1 - share).square() * other)
+        blended = torch.where(alone, first, share.square() * first + (1 - share).square() * second)
     else:
         blended = _sum_of_squares(_mixed(book, scales))
     return means, torch.cat([torch.cat([variance, blended]).sqrt(), book.outlier_std])
@@ -90,15 +90,15 @@ def _own(book: Book) -> list[Tensor]:
     return [*book.component.unbind(1), *book.cholesky.unbind(1)]
 
 
-def _mixed(book: Book, own: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
+def _mixed(book: Book, columns: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
     """Return what blended weights mix of components' numbers (K,), shape (E,) each."""
     share = book.blend_weight[:, 0] if share is None else share
-    return [torch.lerp(other, one, share) for one, other in _pairs(book, own)]
+    return [torch.lerp(second, first, share) for first, second in _pairs(book, columns)]
 
 
-def _pairs(book: Book, own: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(book: Book, columns: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return numbers of components (K,) for both components of blended weights, (E,) each."""
-    return zip(*(of_rows(own, index) for index in book.blend_component.unbind(1)), strict=True)
+    return zip(*(of_rows(columns, index) for index in book.blend_component.unbind(1)), strict=True)
 
 
 def _sum_of_squares(columns: Sequence[Tensor]) -> Tensor:

@@ -198,17 +198,17 @@ class Shared(Posterior):
 
     def _work_out(self, name: str, tensor: Tensor) -> None:
         """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
-        own = getattr(self, name, None)
-        if own is not None and own.shape == tensor.shape and own.device == tensor.device:
-            own.copy_(tensor)
+        buffer = getattr(self, name, None)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.device == tensor.device:
+            buffer.copy_(tensor)
         else:
             self.register_buffer(name, tensor, persistent=False)
 
     @property
     def used(self) -> Tensor:
         """Which components any weight has, a mask (K,)."""
-        found = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
-        return found.index_fill(0, self.blend_component.flatten().long(), True)
+        labelled = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
+        return labelled.index_fill(0, self.blend_component.flatten().long(), True)
 
     @torch.no_grad()
     def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
@@ -353,8 +353,8 @@ class Shared(Posterior):
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
         names = ("sampling", "mixture", "prior", "prior_std", "bits")
-        found = {name: getattr(self, name) for name in names}
-        return found if self._usual else found | {"weights": list(self.layout.shapes)}
+        options = {name: getattr(self, name) for name in names}
+        return options if self._usual else options | {"weights": list(self.layout.shapes)}
 
     @classmethod
     def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
@@ -370,8 +370,8 @@ class Shared(Posterior):
         self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:
-            own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
-            self.load_state(unpacked(tensors, more, self) | own)
+            anchors_now = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
+            self.load_state(unpacked(tensors, more, self) | anchors_now)
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
         storage.write(Path(path), tensors, about | more, first=sum(name.startswith(FIRST) for name in tensors))
 
@@ -410,18 +410,18 @@ class Shared(Posterior):
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
         """Copy what `state` returned into this posterior, whose codebook may have had another size."""
         before = self._book()
-        for name, own in before.items():
+        for name, tensor in before.items():
             given = tensors.get(f"codebook/{name}")
-            if given is not None and given.shape != own.shape and given.dim() == own.dim():
-                self._put(name, torch.zeros_like(given, device=self.device, dtype=own.dtype))
+            if given is not None and given.shape != tensor.shape and given.dim() == tensor.dim():
+                self._put(name, torch.zeros_like(given, device=self.device, dtype=tensor.dtype))
         try:
             require_same(tensors, self.state(), origin)
             book = {name: tensors[f"codebook/{name}"] for name in before if name not in ANCHORS}
             rho = book.pop("outlier_rho")
             check_codebook(Codebook(**book, outlier_std=F.softplus(rho)), self.layout.size, origin, ascending=True)
         except InputError:
-            for name, own in before.items():
-                self._put(name, own)
+            for name, tensor in before.items():
+                self._put(name, tensor)
             raise
         super().load_state(tensors, origin)
         self._index()

@@ -50,16 +50,16 @@ def merge_trained(
     first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, places, "amin")
     into = torch.arange(size, device=used.device).index_copy(0, places, first[mapping])
     new = torch.bincount(mapping) > 1
-    place, found = first[new], left.select(new)
-    anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(place)
+    target, merged = first[new], left.select(new)
+    anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(target)
     parts = {
-        "component": found.mean,
-        "cholesky": cholesky_of(found.covariance),
+        "component": merged.mean,
+        "cholesky": cholesky_of(merged.covariance),
         "anchor_component": anchor.mean,
         "anchor_cholesky": cholesky_of(anchor.covariance),
     }
     old = {name: getattr(posterior, name) for name in parts}
-    posterior.join(into, {name: old[name].index_copy(0, place, part.to(old[name])) for name, part in parts.items()})
+    posterior.join(into, {name: old[name].index_copy(0, target, part.to(old[name])) for name, part in parts.items()})
     for moment in moments:
         moment.copy_(summed(moment, into, size))
     return log

@@ -131,7 +131,7 @@ class Vocabulary:
     def numbers(self) -> dict[str, int]:
         """Token numbers of the known words, or of the characters."""
         if self.kind == "characters":
-            return {character: place for place, character in reversed(list(enumerate(ALPHABET, start=1)))}
+            return {character: index for index, character in reversed(list(enumerate(ALPHABET, start=1)))}
         return {word: number for number, word in enumerate(self.words, start=_FIRST)}
 
     @functools.cached_property
@@ -160,29 +160,29 @@ class Vocabulary:
         rows = np.full((len(texts), self.width), self.padding, np.int32)
         for start in range(0, len(texts), _CHUNK):
             part = texts[start : start + _CHUNK]
-            place = slice(start, start + len(part))
+            span = slice(start, start + len(part))
             if self.kind == "characters":
                 numbers = self.numbers
-                for row, text in zip(rows[place], part, strict=True):
-                    found = [numbers.get(character, 0) for character in text.lower()[: self.length]]
-                    row[: len(found)] = found
+                for row, text in zip(rows[span], part, strict=True):
+                    ids = [numbers.get(character, 0) for character in text.lower()[: self.length]]
+                    row[: len(ids)] = ids
             elif self.kind == "pieces":
-                for row, pieces in zip(rows[place], self._pieces.encode_batch(list(part)), strict=True):
+                for row, pieces in zip(rows[span], self._pieces.encode_batch(list(part)), strict=True):
                     row[: len(pieces.ids)] = pieces.ids
             else:
-                self._encode_words(rows[place], part)
+                self._encode_words(rows[span], part)
         return torch.from_numpy(rows)
 
     def _encode_words(self, rows: NDArray[np.int32], texts: Sequence[str]) -> None:
         hashes = np.zeros((len(texts), self.length), np.uint64)
         counts = np.zeros((len(texts), 1), np.int64)
         numbers = self.numbers
-        for place, text in enumerate(texts):
+        for row, text in enumerate(texts):
             words = _WORD.findall(text.lower())[: self.length]
-            counts[place] = len(words)
-            rows[place, : len(words)] = [numbers.get(word, UNKNOWN) for word in words]
+            counts[row] = len(words)
+            rows[row, : len(words)] = [numbers.get(word, UNKNOWN) for word in words]
             if self.ngrams > 1:
-                hashes[place, : len(words)] = [hashed(word) for word in words]
+                hashes[row, : len(words)] = [hashed(word) for word in words]
         begin, grams = self.length, hashes
         for n in range(2, self.ngrams + 1):
             grams = grams[:, :-1] * np.uint64(116049371) + hashes[:, n - 1 :]
@@ -253,14 +253,14 @@ def _read_tokenizer(path: str, length: int) -> str:
     """Return the content of a ``tokenizer.json`` that can cut texts to a length."""
     try:
         content = Path(path).expanduser().read_text(encoding="utf-8")
-        found = len(_tokenizer(content, length).encode("a " * length).ids)
+        needed = len(_tokenizer(content, length).encode("a " * length).ids)
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"{path}: the tokenizer can't be read ({error.strerror})") from None
     except Exception as error:  # the library raises plain ones
         raise InputError(f"{path}: cannot be read as a tokenizer ({error})") from None
-    if found > length:
+    if needed > length:
         raise InputError(f"{path}: the tokenizer's own marks do not fit in texts of {length} pieces")
     return content
 
@@ -271,7 +271,7 @@ def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:
     The first line gives the dimension; a line of two whole numbers before it (word2vec's and fastText's header) is
     passed over. Words may hold blanks, as some of GloVe's do. Where a word comes twice, the first line counts.
     """
-    found: dict[int, NDArray[np.float32]] = {}
+    vectors: dict[int, NDArray[np.float32]] = {}
     dimension = 0
     try:
         with Path(path).expanduser().open("rb") as file:
@@ -285,14 +285,14 @@ def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:
                                      f"{len(fields) - 1}")  # fmt: skip
                 word = b" ".join(fields[:-dimension]).decode("utf-8", "replace")
                 token = vocabulary.numbers.get(word)
-                if token is not None and token not in found:
-                    found[token] = _vector(fields[-dimension:], f"{path}, line {number}")
+                if token is not None and token not in vectors:
+                    vectors[token] = _vector(fields[-dimension:], f"{path}, line {number}")
     except OSError as error:
         raise InputError(f"{path}: the word vectors can't be read ({error.strerror})") from None
-    if not found:
+    if not vectors:
         raise InputError(f"{path}: has no vector for any of the {len(vocabulary.words)} words of the training split")
-    rows = sorted(found)
-    return WordVectors(torch.tensor(rows), torch.from_numpy(np.stack([found[row] for row in rows])))
+    rows = sorted(vectors)
+    return WordVectors(torch.tensor(rows), torch.from_numpy(np.stack([vectors[row] for row in rows])))
 
 
 def _is_number(field: bytes) -> bool:

@@ -76,9 +76,10 @@ class Folded:
             cast = posterior.layout.views(flat.to(self.half))
             tensors |= self.kept | {f"{layer}.weight": cast[f"{layer}.weight"] for layer in self.fused}
         for layer, norm in self.pairs.items():
-            own = tensors.pop(f"{layer}.bias", None)
+            bias = tensors.pop(f"{layer}.bias", None)
             shift = self.biases[layer]
-            tensors[f"{layer}.bias"] = shift if own is None else own + shift  # its own is scaled with the rest of flat
+            # A layer's bias is scaled with the rest of flat.
+            tensors[f"{layer}.bias"] = shift if bias is None else bias + shift
             for leaf in ("weight", "bias"):
                 tensors.pop(f"{norm}.{leaf}", None)
         if self.fused:
@@ -152,13 +153,13 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
     except Exception:  # see _foldable
         return bare, frozenset()
     modules = dict(traced.named_modules())
-    found, gone = set(), set[fx.Node]()
+    fused, gone = set(), set[fx.Node]()
     for node in list(traced.graph.nodes):
         if node.op == "call_module" and isinstance(modules[node.target], nn.Identity) and len(node.args) == 1:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
     nodes = list(traced.graph.nodes)
-    places = {node: place for place, node in enumerate(nodes)}
+    positions = {node: position for position, node in enumerate(nodes)}
     for node in nodes:
         if node.op != "call_module" or node.target not in pairs or not can_fuse(modules[node.target]):
             continue
@@ -172,7 +173,7 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
             chain.append(after)
         if after is None or not _is_relu(after, modules):
             continue
-        between = nodes[places[node] : places[after]]
+        between = nodes[positions[node] : positions[after]]
         if any(_is_in_place(other, modules) for other in between if other not in gone.union(chain)):
             continue  # the convolution moves to the place of its ReLU, and must see there what it saw before
         conv = modules[node.target]
@@ -184,11 +185,11 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
             assert done is not None
             traced.graph.erase_node(done)
             gone.add(done)
-        found.add(str(node.target))
-    if not found:
+        fused.add(str(node.target))
+    if not fused:
         return bare, frozenset()
     traced.recompile()
-    return traced.eval(), frozenset(found)
+    return traced.eval(), frozenset(fused)
 
 
 _SUMS = {operator.add, operator.iadd, torch.add}

@@ -71,8 +71,8 @@ def conv_relu(
         residual: of the result's shape, channels last.
     """
     if not x.is_cuda:
-        found = F.conv2d(x, weight, bias, stride, padding)
-        return (found if residual is None else found + residual).relu_()
+        out = F.conv2d(x, weight, bias, stride, padding)
+        return (out if residual is None else out + residual).relu_()
     if weight.shape[1] <= 16 and weight.shape[0] <= 64 and _kernel("small_conv") is not None:
         return _launch(x, weight, bias, stride, padding, residual)
     if residual is None:

@@ -54,21 +54,21 @@ def _active_set(gram: Tensor, cap: float) -> Tensor:
     weights = torch.full_like(square, 1 / count)
     slope = gram.mean(-1)
     free = torch.ones_like(square, dtype=torch.bool)
-    places = torch.arange(count, device=gram.device)
+    indices = torch.arange(count, device=gram.device)
     # Of many thousand random problems, also singular ones, none needed more than 1.5 M + 2 rounds.
     for _ in range(2 * count + 4):
         # The shortest free vector, from which the others are measured: its products lose the fewest digits.
-        pivot = (places == torch.where(free, square, torch.inf).argmin(-1, keepdim=True)) & free
+        pivot = (indices == torch.where(free, square, torch.inf).argmin(-1, keepdim=True)) & free
         step = _newton(gram, slope, free, pivot, tiny)
         room = torch.where(step < 0, weights, cap - weights)
-        nearest, place = torch.where(step != 0, room / step.abs(), torch.inf).min(-1, keepdim=True)
-        blocked = (places == place) & (nearest < 1)
+        nearest, index = torch.where(step != 0, room / step.abs(), torch.inf).min(-1, keepdim=True)
+        blocked = (indices == index) & (nearest < 1)
         moved = (weights + nearest.clamp_max(1) * step).clamp(0, cap)
         weights = torch.where(blocked, (step > 0).to(gram.dtype) * cap, moved)
         slope = (gram @ weights.unsqueeze(-1)).squeeze(-1)
         by = _wrong(slope, length, weights, free, pivot, cap)
-        worst, place = by.max(-1, keepdim=True)
-        free = (free & ~blocked) | ((places == place) & (worst > 0) & (nearest >= 1))
+        worst, index = by.max(-1, keepdim=True)
+        free = (free & ~blocked) | ((indices == index) & (worst > 0) & (nearest >= 1))
     return weights
 
 

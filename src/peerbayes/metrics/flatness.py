@@ -69,14 +69,14 @@ def loss_along(
     parts = _batches(posterior, data, batch_size)
     weights = posterior.layout.views(posterior.mean) | posterior.rest_layout.views(posterior.rest)
     with evaluating(posterior):
-        found = torch.empty(count, len(distances), dtype=torch.float64)
+        losses = torch.empty(count, len(distances), dtype=torch.float64)
         for number in range(count):
             way = directions(weights, address.at(number))
-            for place, distance in enumerate(distances):
+            for column, distance in enumerate(distances):
                 moved = {name: weight.add(way[name], alpha=distance) for name, weight in weights.items()}
                 moved |= {alias: moved[name] for alias, name in posterior.aliases.items()}
-                found[number, place] = _loss(posterior, moved, parts)
-        return found
+                losses[number, column] = _loss(posterior, moved, parts)
+        return losses
 
 
 def _batches(posterior: Posterior, data: Split | tuple[Tensor, Tensor], batch_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -141,11 +141,11 @@ def loss_between(
             raise InputError(f"first, second: tensor '{name}' is not in both, or of another shape in one")
     parts = _batches(posterior, data, batch_size)
     with evaluating(posterior):
-        found = []
+        losses = []
         for point in points:
             mixed = {n: torch.lerp(a, second[n], point) if a.is_floating_point() else a for n, a in first.items()}
-            found.append(_loss(posterior, mixed, parts))
-        return torch.tensor(found, dtype=torch.float64)
+            losses.append(_loss(posterior, mixed, parts))
+        return torch.tensor(losses, dtype=torch.float64)
 
 
 def barrier(losses: Tensor, points: Sequence[float]) -> float:

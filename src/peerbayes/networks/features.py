@@ -33,18 +33,18 @@ def find_layer(network: nn.Module, name: str) -> nn.Module:
 @contextmanager
 def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Collect the outputs of the named layers during the forward passes inside the block."""
-    found: dict[str, Tensor] = {}
+    features: dict[str, Tensor] = {}
 
     def keep(layer: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            found[layer] = output
+            features[layer] = output
 
         return hook
 
     modules = {layer: find_layer(network, layer) for layer in layers}  # all are found before any gets a hook
     handles = [module.register_forward_hook(keep(layer)) for layer, module in modules.items()]
     try:
-        yield found
+        yield features
     finally:
         for handle in handles:
             handle.remove()

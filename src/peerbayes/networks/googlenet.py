@@ -28,9 +28,11 @@ class Inception(nn.Module):
         pooled: channels of the fourth branch.
     """
 
-    def __init__(self, channels_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pooled: int) -> None:
+    def __init__(
+        self, channels_in: int, pointwise: int, three: tuple[int, int], five: tuple[int, int], pooled: int
+    ) -> None:
         super().__init__()
-        self.one = _conv(channels_in, one, 1)
+        self.one = _conv(channels_in, pointwise, 1)
         self.three = nn.Sequential(_conv(channels_in, three[0], 1), _conv(three[0], three[1], 3))
         self.five = nn.Sequential(
             _conv(channels_in, five[0], 1), _conv(five[0], five[1], 3), _conv(five[1], five[1], 3)

@@ -34,17 +34,17 @@ def starting_point(name: str, inputs: Inputs, path: Path) -> nn.Module | Path:
     if about is None:
         return path
     heads = (about.classifier,) if isinstance(about.classifier, str) else about.classifier or ()
-    found = [given[f"{head}.weight"].shape[0] for head in heads if f"{head}.weight" in given]
+    head_sizes = [given[f"{head}.weight"].shape[0] for head in heads if f"{head}.weight" in given]
     options: dict[str, Any] = {"state_dict": dict(given)}
-    if found:
-        options["num_classes"] = found[0] - (about.label_offset or 0)
+    if head_sizes:
+        options["num_classes"] = head_sizes[0] - (about.label_offset or 0)
     try:
         inner = timm_network(name, inputs, pretrained=True, pretrained_cfg_overlay=options)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    own = {tensor for tensor in inner.state_dict() if not tensor.endswith("num_batches_tracked")}
+    tensors = {tensor for tensor in inner.state_dict() if not tensor.endswith("num_batches_tracked")}
     fresh = {f"{head}.{leaf}" for head in heads for leaf in ("weight", "bias")}
-    for tensor in sorted(own - set(given) - fresh):
+    for tensor in sorted(tensors - set(given) - fresh):
         raise InputError(f"{path}: has no tensor '{tensor}'; is it of another network than timm/{name}?")
     for tensor in sorted(set(given) - set(inner.state_dict()) - fresh):
         raise InputError(f"{path}: has a tensor '{tensor}' that timm/{name} has not; is it of another network?")

@@ -123,8 +123,8 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
     return built.train()
 
 
-def _close(name: str, known: list[str]) -> str:
-    text = nearest(name, known)
+def _close(name: str, candidates: list[str]) -> str:
+    text = nearest(name, candidates)
     return text if text.startswith("; did") else ""
 
 

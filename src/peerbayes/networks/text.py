@@ -46,9 +46,9 @@ class FastText(nn.Module):
         self.embedding.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        known = (x != self.padding).unsqueeze(-1)
-        total = (self.embedding(x) * known).sum(1)
-        logits: Tensor = self.linear(self.hidden(total / known.sum(1).clamp_min(1)))
+        present = (x != self.padding).unsqueeze(-1)
+        total = (self.embedding(x) * present).sum(1)
+        logits: Tensor = self.linear(self.hidden(total / present.sum(1).clamp_min(1)))
         return logits
 
 
@@ -150,8 +150,8 @@ class SequenceClassifier(nn.Module):
     def __init__(self, model: nn.Module, padding: int | None = None) -> None:
         super().__init__()
         self.model = model
-        known = getattr(getattr(model, "config", None), "pad_token_id", None)
-        self.padding: int = padding if padding is not None else known or 0
+        configured = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self.padding: int = padding if padding is not None else configured or 0
 
     def forward(self, x: Tensor) -> Tensor:
         ids = x.long()

@@ -64,20 +64,20 @@ def layers_of(posterior: Posterior) -> list[Layer]:
             home = posterior.aliases.get(name, name)
             if home in posterior.layout.shapes:
                 users.setdefault(home, []).append((prefix, module, leaf))
-    found = []
+    layers = []
     for home, uses in users.items():
         shapes = {_channels(m) if leaf == "weight" and id(m) not in inside else None for _, m, leaf in uses}
         if shapes == {None}:
             continue
         (shape, *others) = shapes
         if shape is None or others:
-            layers = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
+            kinds = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
             raise InputError(
-                f"parameter '{home}' is shared by layers of different kinds ({layers}), which no pair of factors "
+                f"parameter '{home}' is shared by layers of different kinds ({kinds}), which no pair of factors "
                 "serves; leave it out with bayesian=..."
             )
-        found.append(Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
-    return found
+        layers.append(Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
+    return layers
 
 
 def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
@@ -188,10 +188,10 @@ def check_rows(
         alone = [_seen(network, layers, captured, part, run) for part in parts]
         whole = _seen(network, layers, captured, torch.cat(parts), run)
         other = _seen(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
-    for name, found in whole.items():
-        calls = [found, other.get(name, []), *(each.get(name, []) for each in alone)]
-        if any(len(call) != len(found) for call in calls) or not all(map(_in_order, *calls)):
-            raise _out_of_order(name, found[0].shape, members)
+    for name, calls_together in whole.items():
+        calls = [calls_together, other.get(name, []), *(each.get(name, []) for each in alone)]
+        if any(len(call) != len(calls_together) for call in calls) or not all(map(_in_order, *calls)):
+            raise _out_of_order(name, calls_together[0].shape, members)
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -220,10 +220,10 @@ def _seen(
     network: nn.Module, layers: Sequence[Layer], captured: Sequence[str], rows: Tensor, run: Callable[[Tensor], Tensor]
 ) -> dict[str, list[_Rows]]:
     """Return what comes into the layers, call by call, and what captured ones and the network return."""
-    found: dict[str, list[_Rows]] = {}
+    seen: dict[str, list[_Rows]] = {}
 
     def keep(name: str, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.setdefault(f"layer '{name}' works on", []).append(_Rows.of(given[0] if given else named["input"]))
+        seen.setdefault(f"layer '{name}' works on", []).append(_Rows.of(given[0] if given else named["input"]))
 
     hooks = [
         network.get_submodule(name).register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
@@ -238,7 +238,7 @@ def _seen(
             hook.remove()
     outputs = {f"layer '{name}' returns": feature for name, feature in features.items()}
     outputs["the network returns"] = logits
-    return found | {what: [_Rows.of(output)] for what, output in outputs.items() if isinstance(output, Tensor)}
+    return seen | {what: [_Rows.of(output)] for what, output in outputs.items() if isinstance(output, Tensor)}
 
 
 def _in_order(whole: _Rows, other: _Rows, *alone: _Rows) -> bool:

@@ -34,8 +34,8 @@ class Layout:
 
     def inverse_sizes(self) -> Tensor:
         """Return (size,) with 1/n_l at every element of tensor l: a dot with it is Σ_l mean over l."""
-        found = [torch.full((size,), 1 / size, dtype=torch.float32) for size in self.sizes]
-        return torch.cat([torch.empty(0, dtype=torch.float32), *found])
+        pieces = [torch.full((size,), 1 / size, dtype=torch.float32) for size in self.sizes]
+        return torch.cat([torch.empty(0, dtype=torch.float32), *pieces])
 
 
 def _shaped(piece: Tensor, shape: torch.Size) -> Tensor:

@@ -143,9 +143,9 @@ class RankOne(Posterior):
         for layer in self.layers:
             r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
             tensors |= layer.tensors(r, s)
-        with capture(self.network, layers) as found:
+        with capture(self.network, layers) as features:
             logits = self.run_network(rows, tensors)
-        return logits, [found[layer] for layer in layers]
+        return logits, [features[layer] for layer in layers]
 
     def _check_rows(self, inputs: Tensor, captured: Sequence[str]) -> None:
         """Refuse a network that moves the rows of members, once for a shape of inputs; see `check_rows`."""
@@ -198,10 +198,10 @@ class RankOne(Posterior):
 
     def _pick(self, deviations: Tensor, number: int | Tensor) -> Weights:
         if isinstance(number, Tensor):  # not an index, for which the host would wait
-            own = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
+            chosen = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
         else:
-            own = deviations[number % self.members].unsqueeze(0)
-        return self.weights(self._averaged(own))
+            chosen = deviations[number % self.members].unsqueeze(0)
+        return self.weights(self._averaged(chosen))
 
     @property
     def members(self) -> int:
@@ -265,12 +265,12 @@ class RankOne(Posterior):
 
     def _mean_products(self, factors: Tensor) -> dict[str, Tensor]:
         """Return (1/K) Σ_k s_k r_kᵀ by weight, to be broadcast with it, for factors (K, total)."""
-        pieces, found = self._pieces(factors), {}
+        pieces, products = self._pieces(factors), {}
         for layer in self.layers:
             r, s = (pieces[name] for name in layer.names)
             product = layer.products(r, s).mean(0)
-            found[layer.weight] = product.view(*product.shape, *[1] * (len(self.layout.shapes[layer.weight]) - 2))
-        return found
+            products[layer.weight] = product.view(*product.shape, *[1] * (len(self.layout.shapes[layer.weight]) - 2))
+        return products
 
     # ---- what is known --------------------------------------------------------------------------------------------
 
@@ -301,9 +301,9 @@ class RankOne(Posterior):
         if self.rho is not None:
             squares = squares + F.softplus(self.rho.double()).square()
         first, second = self._mean_products(factors), self._mean_products(squares)
-        own, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
+        means, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
         spread = {name: (second[name] - first[name].square()).clamp_min(0).sqrt().float() for name in first}
-        return self.layout.flatten(zeros | {name: own[name].abs() * spread[name] for name in spread})
+        return self.layout.flatten(zeros | {name: means[name].abs() * spread[name] for name in spread})
 
     @classmethod
     def varies(cls, options: Mapping[str, Any]) -> bool:

@@ -85,14 +85,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], f
 
 def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
-    parts, place = [], 0
+    parts, offset = [], 0
     for name, tensor in tensors.items():
-        assert place % tensor.element_size() == 0, name
+        assert offset % tensor.element_size() == 0, name
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        shape, ends = list(tensor.shape), [place, place + len(data)]
+        shape, ends = list(tensor.shape), [offset, offset + len(data)]
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": ends}
         parts.append(data)
-        place = ends[1]
+        offset = ends[1]
     return b"".join([_head(header), *parts])
 
 
@@ -146,17 +146,17 @@ def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that a header says come first, one after the other."""
-    found, place, dtypes = {}, 0, {name: dtype for dtype, name in DTYPES.items()}
+    tensors, offset, dtypes = {}, 0, {name: dtype for dtype, name in DTYPES.items()}
     for name, about in header.items():
         (begin, end), dtype = about["data_offsets"], dtypes[about["dtype"]]
-        if begin != place or end < begin:
+        if begin != offset or end < begin:
             raise ValueError(name)
         if end > len(data):
             raise EOFError
         part = bytearray(data[begin:end])
         plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)  # it takes no empty one
-        found[name], place = plain.view(about["shape"]), end
-    return found
+        tensors[name], offset = plain.view(about["shape"]), end
+    return tensors
 
 
 def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:

@@ -91,8 +91,8 @@ def _paths(key: str, recipe: Recipe) -> tuple[str, ...]:
     present = {name for stage in recipe.stages for name in stage.terms}
     if not option:
         options = (f"{name}.{field}" for name in present for field in find_term(name).schema.model_fields)
-        known = [*Recipe.model_fields, *options]
-        raise InputError(f"--over {key}: expected a key of the recipe or TERM.OPTION{nearest(key, known)}")
+        candidates = [*Recipe.model_fields, *options]
+        raise InputError(f"--over {key}: expected a key of the recipe or TERM.OPTION{nearest(key, candidates)}")
     if head not in present:
         raise InputError(f"--over {key}: the recipe has no term '{head}'{nearest(head, present)}")
     fields = find_term(head).schema.model_fields
@@ -116,10 +116,10 @@ def _range(item: str, parts: list[str]) -> tuple[int | float, int | float, bool]
 
 def _value(text: str) -> Any:
     try:
-        found = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()  # a bare word is a string
-    return found if isinstance(found, bool | int | float | str) else text.strip()
+    return value if isinstance(value, bool | int | float | str) else text.strip()
 
 
 def _is_number(value: Any) -> bool:

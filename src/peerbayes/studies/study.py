@@ -99,27 +99,27 @@ class Study:
         wanted = json.loads(json.dumps(about))
         # Looked at in this order: a process that began a moment before writes what it is about, and then takes a trial.
         begun = bool(self._study.get_trials(deepcopy=False))
-        known = self._study.user_attrs.get(_ABOUT)
-        if known is None and not begun:
+        recorded = self._study.user_attrs.get(_ABOUT)
+        if recorded is None and not begun:
             self._study.set_user_attr(_ABOUT, wanted)
             return
         where = f"study '{self.name}' in {hide_password(url)}"
-        if known is None:
+        if recorded is None:
             raise InputError(f"{where} was not made by a sweep of peerbayes; choose another --study")
         for key, value in wanted.items():
-            if known.get(key) != value:
+            if recorded.get(key) != value:
                 raise InputError(
-                    f"{where} is of another sweep: its {key} is {_short(known.get(key))}, not {_short(value)}; "
+                    f"{where} is of another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
                     "choose another --study, or another --out"
                 )
 
     def claim(self, count: int) -> list[Claim]:
         """Take up to ``count`` settings that nobody has taken; none when all that is left is done or in other hands."""
         self._recover()
-        found: list[Claim] = []
+        claims: list[Claim] = []
         misses = 0
         # A small space may hold nothing but what is running already: a sampler is not asked for ever.
-        while len(found) < count and misses < _MISSES and self._work_is_left():
+        while len(claims) < count and misses < _MISSES and self._work_is_left():
             with calm():
                 self._study.sampler = self._sampler()
                 trial = self._study.ask(self._distributions)
@@ -132,8 +132,8 @@ class Study:
                 continue
             trial.set_user_attr("setting", claim.setting)
             self._mine[claim.number] = claim
-            found.append(claim)
-        return found
+            claims.append(claim)
+        return claims
 
     def finish(self, claim: Claim, value: float, attributes: Mapping[str, Any]) -> None:
         """Record what a setting is worth."""
@@ -155,10 +155,10 @@ class Study:
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """Return the trials that count, one a setting: those that were given up or taken twice are left out."""
-        found = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
+        trials = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
         # One that another process has asked for at this very moment has no setting yet.
-        found = [trial for trial in found if "setting" in trial.user_attrs]
-        by_setting = {self._setting_of(trial): trial for trial in reversed(found)}
+        trials = [trial for trial in trials if "setting" in trial.user_attrs]
+        by_setting = {self._setting_of(trial): trial for trial in reversed(trials)}
         return sorted(by_setting.values(), key=lambda trial: trial.number)
 
     def close(self) -> None:
@@ -208,9 +208,9 @@ class Study:
             if trial.state == states.RUNNING and trial.number not in self._mine and self._is_dead(trial):
                 self._study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
         if self.grid:
-            known = {self._setting_of(trial) for trial in self.trials()}
+            settings = {self._setting_of(trial) for trial in self.trials()}
             for setting in corners(self.axes):
-                if _key(setting) not in known:
+                if _key(setting) not in settings:
                     self._enqueue(setting)
             return
         for trial in self._study.get_trials(deepcopy=False, states=(states.FAIL,)):

@@ -119,16 +119,16 @@ def open_storage(url: str) -> optuna.storages.RDBStorage:
     for attempt in range(5):
         try:
             with calm():
-                found = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=GRACE)
+                storage = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=GRACE)
             break
         except Exception as error:
             # Another process makes the tables at this moment.
             if attempt == 4 or not re.search("already exists|UNIQUE|duplicate", str(error)):
                 raise
             time.sleep(0.2 * (attempt + 1))
-    if found.engine.dialect.name == "sqlite":
-        _lock_before_reading(found.engine)
-    return found
+    if storage.engine.dialect.name == "sqlite":
+        _lock_before_reading(storage.engine)
+    return storage
 
 
 def _lock_before_reading(engine: sqlalchemy.Engine) -> None:

@@ -151,9 +151,9 @@ def sweep(
             table = trainer.table()
         finally:
             shared.close()
-    found = Sweep(base, tuple(axes), tuple(seeds), objective, table, folder)
-    _write(found, {**about, "recipe": str(recipe), "study": name, "storage": hide_password(storage)}, where)
-    return found
+    result = Sweep(base, tuple(axes), tuple(seeds), objective, table, folder)
+    _write(result, {**about, "recipe": str(recipe), "study": name, "storage": hide_password(storage)}, where)
+    return result
 
 
 def _with_validation(
@@ -187,10 +187,10 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
     ranges = [axis.key for axis in axes if axis.is_range]
     if given == "grid" and ranges:
         raise InputError(f"a grid needs lists, but {ranges[0]} is a range: use --sampler tpe, or list its values")
-    found: Sampler = given or ("tpe" if ranges else "grid")
-    if found == "grid" and trials is not None:
+    sampler: Sampler = given or ("tpe" if ranges else "grid")
+    if sampler == "grid" and trials is not None:
         raise InputError("a grid takes every setting: --trials is for --sampler tpe")
-    return found
+    return sampler
 
 
 @dataclass
@@ -223,12 +223,12 @@ class _Trainer:
                     self.run([claim])
             return
         for claim in claims:
-            places = [place for place, (owner, _) in enumerate(jobs) if owner is claim]
-            reasons = [str(errors[place]) for place in places if place in errors]
+            indices = [index for index, (owner, _) in enumerate(jobs) if owner is claim]
+            reasons = [str(errors[index]) for index in indices if index in errors]
             if reasons:
                 self._fail(claim, reasons[0])
             else:
-                self._judge(claim, [runs[place] for place in places])
+                self._judge(claim, [runs[index] for index in indices])
 
     def _jobs(self, setting: Setting) -> list[Job]:
         # Nobody looks at the test split, whatever the recipe says.
@@ -269,15 +269,15 @@ class _Trainer:
         held = self.loaded.of(run).validation
         assert held is not None
         options = run.recipe.evaluation
-        found = []
+        peers = []
         for name in run:
             log_p, labels, _, _ = run.predict_split(name, held, options.draws, self.how["device"])
-            found.append({
+            peers.append({
                 "accuracy": metrics.accuracy(log_p.exp(), labels),
                 "nll": metrics.nll_from_log(log_p, labels),
                 "ece": metrics.ece(log_p.exp(), labels, options.ece_bins),
             })  # fmt: skip
-        return {figure: statistics.fmean(peer[figure] for peer in found) for figure in FIGURES}
+        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in FIGURES}
 
     def table(self) -> list[Row]:
         """Return a row a setting of the whole study, whoever trained it."""
@@ -289,35 +289,35 @@ class _Trainer:
             row["rank"] = rank
         return rows
 
-    def _row(self, known: Mapping[str, Any], value: float | None) -> Row:
-        setting = {axis.key: known["setting"][axis.key] for axis in self.axes}
+    def _row(self, attributes: Mapping[str, Any], value: float | None) -> Row:
+        setting = {axis.key: attributes["setting"][axis.key] for axis in self.axes}
         row: Row = {"rank": None, "setting": setting, "state": "running", "reason": None}
         if value is not None:
             figures = {
-                figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in known["seeds"].values()))
+                figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in attributes["seeds"].values()))
                 for figure in FIGURES
             }
-            row |= {"state": "complete", "objective": self.objective, "value": value, "spread": known["spread"]}
-            row |= figures | {key: known[key] for key in ("seeds", "seconds", "hardware", "versions")}
-        elif "reason" in known:
-            row |= {"state": "failed", "reason": known["reason"]}
+            row |= {"state": "complete", "objective": self.objective, "value": value, "spread": attributes["spread"]}
+            row |= figures | {key: attributes[key] for key in ("seeds", "seconds", "hardware", "versions")}
+        elif "reason" in attributes:
+            row |= {"state": "failed", "reason": attributes["reason"]}
         row["changes"] = overrides(self.axes, setting)
         row["runs"] = [str(_run_folder(self.folder, setting, seed)) for seed in self.seeds]
         return row
 
 
-def _write(found: Sweep, about: Mapping[str, Any], device: torch.device) -> None:
+def _write(result: Sweep, about: Mapping[str, Any], device: torch.device) -> None:
     machine = environment(device)
     record = {
-        "title": found.recipe.title,
+        "title": result.recipe.title,
         "split": "validation",
         **about,
-        "validation": found.recipe.data.validation,
-        "draws": found.recipe.evaluation.draws,
-        "ece_bins": found.recipe.evaluation.ece_bins,
+        "validation": result.recipe.data.validation,
+        "draws": result.recipe.evaluation.draws,
+        "ece_bins": result.recipe.evaluation.ece_bins,
         "hardware": machine["hardware"],
         "versions": {**machine["versions"], "optuna": metadata.version("optuna")},
-        "seconds": sum(row.get("seconds", 0) for row in found.table),
-        "table": found.table,
+        "seconds": sum(row.get("seconds", 0) for row in result.table),
+        "table": result.table,
     }
-    storage.write_bytes(found.folder / "sweep.json", (json.dumps(record, indent=1) + "\n").encode())
+    storage.write_bytes(result.folder / "sweep.json", (json.dumps(record, indent=1) + "\n").encode())

@@ -49,8 +49,8 @@ class Term:
         """Return the term's scalar for one peer."""
         value = self.function(Step(batch, peer, self.name), peer, **options)
         if not isinstance(value, Tensor) or value.dim():
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"returned {found}, expected a scalar")
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"returned {got}, expected a scalar")
         return value
 
 
@@ -76,14 +76,14 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None, between_pe
         between_peers: it compares a peer with others, so a peer that is alone has nothing of it, and is told so.
     """
     if function is None:
-        return lambda found: _register(found, build, between_peers)
+        return lambda decorated: _register(decorated, build, between_peers)
     return _register(function, build, between_peers)
 
 
 def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -> Any:
     name = function.__name__
-    own = _place(function)[0].startswith("peerbayes.")
-    if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not own:
+    packaged = _place(function)[0].startswith("peerbayes.")
+    if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not packaged:
         raise InputError(f"there is a term '{name}' already, which recipes are made of; choose another name")
     parameters = inspect.signature(function).parameters.values()
     hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
@@ -104,10 +104,10 @@ def _place(function: Any) -> tuple[str, str]:
 def find(name: str) -> Term:
     """Return a term by name, or by ``package.module:name``, which is imported and is the term's name then."""
     if ":" in name:
-        found = _BY_PLACE.get(_place(imported(name, "term")))
-        if found is None:
+        registered = _BY_PLACE.get(_place(imported(name, "term")))
+        if registered is None:
             raise InputError(f"term '{name}' is not one: put @peerbayes.term above the function")
-        return replace(found, name=name)
+        return replace(registered, name=name)
     if name not in _TERMS:
         raise InputError(f"there is no term '{name}'{nearest(name, _TERMS)}")
     return _TERMS[name]

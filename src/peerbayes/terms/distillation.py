@@ -36,7 +36,7 @@ def distil(
     members = step.members(peer)
     _note_diversity(step, peer, members)
     targets = (step.teachers() / temperature).softmax(-1)
-    own = (step.logits(peer) / temperature).log_softmax(-1).unflatten(0, (members, -1))
+    log_p = (step.logits(peer) / temperature).log_softmax(-1).unflatten(0, (members, -1))
     if teachers == "one_to_one":
         if members != len(targets):
             raise InputError(
@@ -48,17 +48,17 @@ def distil(
     else:
         if len(targets) > MOST:
             raise InputError(f"weighs at most {MOST} teachers adaptively, but there are {len(targets)}")
-        weights = adaptive_weights(targets, own.detach().exp().mean(0), cap, per)
+        weights = adaptive_weights(targets, log_p.detach().exp().mean(0), cap, per)
         target = (weights * targets).sum(0)
         step.note("largest_weight", weights.amax(0).mean())
-    loss: Tensor = -(target * own).sum(-1).mean()
+    loss: Tensor = -(target * log_p).sum(-1).mean()
     return loss * (weight * temperature**2)
 
 
 def _note_diversity(step: Step, peer: str, members: int) -> None:
     """Note how far apart teachers are, and the members of a student: the mean KL of pairs, for the images as given."""
-    own = step.logits(peer).detach().unflatten(0, (members, -1))
-    for name, logits in (("teachers_apart", step.teachers()), ("members_apart", own)):
+    members_logits = step.logits(peer).detach().unflatten(0, (members, -1))
+    for name, logits in (("teachers_apart", step.teachers()), ("members_apart", members_logits)):
         if len(logits) > 1:
             step.note(name, mean_pairwise_kl(logits.log_softmax(-1)))
 
@@ -69,9 +69,9 @@ def mean_pairwise_kl(log_p: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_p.mean(0))).sum((0, -1)).mean() / (len(log_p) - 1)
 
 
-def adaptive_weights(targets: Tensor, own: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:
+def adaptive_weights(targets: Tensor, student: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:
     """Return AE-KD's weights of teachers (M, B, C) for a student (B, C): shape (M, 1, 1), or (M, B, 1) per image."""
-    gaps = own - targets
+    gaps = student - targets
     gaps = gaps.mean(1, keepdim=True) if per == "batch" else gaps
     vectors = gaps.transpose(0, 1)
     return least_norm_weights(vectors @ vectors.transpose(1, 2), max(cap, 1 / len(targets))).T.unsqueeze(-1)
@@ -85,5 +85,5 @@ def proxy_end2(step: Step, peer: str, *, weight: float = 1.0, floor: Annotated[f
     """
     beta = proxy_dirichlet(step.teachers().log_softmax(-1), floor).double()
     alpha = step.logits(peer).double().exp() + 1
-    found = dirichlet_kl(alpha.unflatten(0, (step.members(peer), -1)), beta) / beta.sum(-1)
-    return (weight * found.mean()).float()
+    divergence = dirichlet_kl(alpha.unflatten(0, (step.members(peer), -1)), beta) / beta.sum(-1)
+    return (weight * divergence.mean()).float()

@@ -113,14 +113,16 @@ def feature_diversity(
                 f"compares rows, but peer '{peer}' has {step.members(peer)} members and '{other}' {step.members(other)}"
             )
         if distance == "kernel_kl":
-            found = divergences.kernel_kl(conditional(other), conditional(peer))
+            divergence = divergences.kernel_kl(conditional(other), conditional(peer))
         else:
-            found = _raw_distance(step, peer, other, layers, distance)
-        step.note("distance", found)
-        return _repel(scale * found, form)
+            divergence = _raw_distance(step, peer, other, layers, distance)
+        step.note("distance", divergence)
+        return _repel(scale * divergence, form)
 
     def conditional(name: str) -> Tensor:
-        return step.derived(name, "conditional", lambda own: _conditional(own, name, layers, fusion, pool, kernel))
+        return step.derived(
+            name, "conditional", lambda other_step: _conditional(other_step, name, layers, fusion, pool, kernel)
+        )
 
     value = weight * step.average(peer, apart)
     if fusion == "task" and distance == "kernel_kl":
@@ -131,12 +133,12 @@ def feature_diversity(
 def _conditional(step: Step, peer: str, layers: list[str], fusion: str, pool: str, kernel: str) -> Tensor:
     features = [step.features(peer, layer) for layer in layers]
     if fusion == "none":
-        found = torch.cat([vectors(feature, pool) for feature in features], -1)
+        fused = torch.cat([vectors(feature, pool) for feature in features], -1)
     else:
         module = step.module(peer)
         parameters = {name: p.detach() if fusion == "task" else p for name, p in module.named_parameters()}
-        found = vectors(torch.func.functional_call(module, parameters, (features,)), pool)
-    return divergences.kernel_log_conditional(step.whole_batch(found.float()), kernel)  # type: ignore[arg-type]
+        fused = vectors(torch.func.functional_call(module, parameters, (features,)), pool)
+    return divergences.kernel_log_conditional(step.whole_batch(fused.float()), kernel)  # type: ignore[arg-type]
 
 
 def _task_loss(step: Step, peer: str, layers: list[str]) -> Tensor:

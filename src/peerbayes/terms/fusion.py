@@ -25,8 +25,8 @@ def tokens(features: Tensor) -> Tensor:
 
 def vectors(features: Tensor, pool: str) -> Tensor:
     """Return one vector an image: tokens laid end to end (``flat``) or averaged (``mean``)."""
-    found = tokens(features)
-    return found.flatten(1) if pool == "flat" else found.mean(1)
+    sequence = tokens(features)
+    return sequence.flatten(1) if pool == "flat" else sequence.mean(1)
 
 
 class Attention(nn.Module):

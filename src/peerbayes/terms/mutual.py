@@ -66,7 +66,7 @@ def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
     common = {key: options[key] for key in ("alpha", "temperature", "weight")}
     graph = options["graph"]
     if graph == "ring":
-        pairs = [(peers[place - 1], name) for place, name in enumerate(peers) if len(peers) > 1]
+        pairs = [(peers[index - 1], name) for index, name in enumerate(peers) if len(peers) > 1]
     elif isinstance(graph, str):
         pairs = [(teacher, student) for student in peers for teacher in peers if teacher != student]
     else:
@@ -78,8 +78,8 @@ def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[
     for role in ("teacher", "student"):
         if edge[role] not in peers:
             raise OptionError(f"graph: {role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
-    own = {key: edge.get(key, value) for key, value in common.items()}
-    return Lesson(edge["teacher"], edge["student"], **own)
+    settings = {key: edge.get(key, value) for key, value in common.items()}
+    return Lesson(edge["teacher"], edge["student"], **settings)
 
 
 @term(between_peers=True)
@@ -127,8 +127,8 @@ def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
 def _values(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
     """Return what lessons alike cost their student, shape (lessons,)."""
     temperature, weight = alike[0].temperature, alike[0].weight
-    own = (step.logits(peer) / temperature).log_softmax(-1)
+    log_q = (step.logits(peer) / temperature).log_softmax(-1)
     targets = torch.stack([step.logits(lesson.teacher) for lesson in alike])
     order = value_at(alike[0].alpha, step.epoch)
-    found = divergences.renyi((targets / temperature).log_softmax(-1), own, order).mean(-1)
-    return weight * temperature**2 * found
+    divergence = divergences.renyi((targets / temperature).log_softmax(-1), log_q, order).mean(-1)
+    return weight * temperature**2 * divergence

@@ -34,13 +34,13 @@ class Recoloured:
         if self.channels == 3:
             images, labels = self.split.batch(index, device)
             return images.expand(-1, 3, -1, -1).contiguous(), labels
-        one = self.split.batch(index[:1], device)[0].numel()
-        grey, known = [], []
-        for part in index.split(max(1, NUMBERS // max(1, one))):  # as floats of three channels they are large
+        numel = self.split.batch(index[:1], device)[0].numel()
+        grey, targets = [], []
+        for part in index.split(max(1, NUMBERS // max(1, numel))):  # as floats of three channels they are large
             images, labels = self.split.batch(part, device)
             grey.append(_luma(images))
-            known.append(labels)
-        return torch.cat(grey), torch.cat(known)
+            targets.append(labels)
+        return torch.cat(grey), torch.cat(targets)
 
 
 def _luma(images: Tensor) -> Tensor:

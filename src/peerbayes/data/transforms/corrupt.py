@@ -102,8 +102,8 @@ def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     for turn in range(times):
         shift = (source.uniform(f"shift{turn}", 2, height, width) * (2 * reach)).floor() - reach
         down, right = (shift * inner).unbind(1)
-        place = (rows + down).clamp(0, height - 1) * width + (columns + right).clamp(0, width - 1)
-        x = x.flatten(2).gather(2, place.long().flatten(1)[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
+        pixel = (rows + down).clamp(0, height - 1) * width + (columns + right).clamp(0, width - 1)
+        x = x.flatten(2).gather(2, pixel.long().flatten(1)[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
     return blurred(x, sigma)
 
 

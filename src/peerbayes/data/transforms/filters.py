@@ -56,10 +56,10 @@ def streaked(x: Tensor, angle: Tensor, sigma: float, reach: int) -> Tensor:
 def zoomed(x: Tensor, factor: float) -> Tensor:
     """Enlarge the middle, cut out in whole pixels, until its corners come to lie on or beyond the image's."""
 
-    def at(size: int, place: Tensor) -> Tensor:
+    def at(size: int, position: Tensor) -> Tensor:
         part = math.ceil(size / factor)
         full = math.floor(part * factor + 0.5)  # pixels that it is enlarged to, of which those in the middle are kept
-        return (size - part) // 2 + (place + (full - size) // 2) * ((part - 1) / (full - 1))
+        return (size - part) // 2 + (position + (full - size) // 2) * ((part - 1) / (full - 1))
 
     rows, columns = places(x)
     return sampled(x, at(x.shape[-2], rows), at(x.shape[-1], columns))

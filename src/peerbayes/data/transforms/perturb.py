@@ -73,9 +73,9 @@ def pair(address: Address, members: int, device: torch.device | str | None = Non
     """Return (i, j), uniform over the ordered pairs of ``range(members)`` with i ≠ j, int64 (2,)."""
     if members < 2:
         raise InputError(f"members is {members}: a pair needs 2 or more.")
-    one = noise.integers(address.sub("first"), members, 1, device)
-    other = noise.integers(address.sub("second"), members - 1, 1, device)
-    return torch.cat([one, other + (other >= one)])
+    first = noise.integers(address.sub("first"), members, 1, device)
+    second = noise.integers(address.sub("second"), members - 1, 1, device)
+    return torch.cat([first, second + (second >= first)])
 
 
 def _check(images: Tensor) -> None:
