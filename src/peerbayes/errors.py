@@ -1,4 +1,4 @@
-"""The errors that users see: a sentence that names the file, key or tensor and what was expected."""
+"""Define the errors and warnings that users see: one sentence that names what is wrong and what was expected."""
 
 from __future__ import annotations
 
@@ -8,34 +8,61 @@ from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The command line prints the sentence and exits with code 2."""
+    """Invalid input: a value, file or key that the user gave.
+
+    The command line prints the sentence and exits with code 2.
+
+    Example:
+        >>> from peerbayes import InputError, network
+        >>> from peerbayes.networks import build
+        >>> try:
+        ...     build("resnet2", inputs=None)
+        ... except InputError as error:
+        ...     print(error)
+        there is no network 'resnet2'; did you mean 'resnet32'?
+    """
 
 
 class UnknownPeer(InputError, KeyError):
-    """A run has no peer of that name; a `KeyError` too, as mappings raise."""
+    """A run has no peer of that name; also a `KeyError`, which mappings raise."""
 
     __str__ = Exception.__str__  # a KeyError's would put quotes around the sentence
 
 
 class OptionError(InputError):
-    """An option is wrong; the sentence begins with its key, of which `within` makes a full one."""
+    """An invalid option; the sentence begins with its key, which `within` completes to a full path."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the last good checkpoint, if there is one, is kept. The command line exits with code 1."""
+    """Training cannot continue; the last good checkpoint, if any, is kept. The command line exits with code 1."""
 
 
 class OutOfMemory(TrainingError):
-    """The device's memory is used up."""
+    """The device is out of memory."""
 
 
 class PeerbayesWarning(UserWarning):
-    """Something that is gone on with, but that a person should know."""
+    """Something that looks like a mistake, although the computation continues.
+
+    Example:
+        >>> import warnings
+        >>> from peerbayes import PeerbayesWarning
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warnings.warn("term 'mutual' is inert", PeerbayesWarning)
+        >>> print(caught[0].message)
+        term 'mutual' is inert
+    """
 
 
 @contextlib.contextmanager
 def within(prefix: str, kind: type[InputError] = InputError) -> Iterator[None]:
-    """Put the place, a recipe's key say, before what an `InputError` inside the block says; raise one of ``kind``."""
+    """Prefix the sentence of an `InputError` raised inside the block with where it happened.
+
+    Args:
+        prefix: where: a recipe's key, for instance.
+        kind: the error that is raised instead.
+    """
     try:
         yield
     except InputError as error:
@@ -43,7 +70,12 @@ def within(prefix: str, kind: type[InputError] = InputError) -> Iterator[None]:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest known word, or the list of known words."""
+    """Return a hint at what was meant: ``"; did you mean 'x'?"`` for a close candidate, else the list of candidates.
+
+    Args:
+        word: what was given.
+        candidates: what would be valid.
+    """
     candidates = sorted(candidates)
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.65)
     if close:
@@ -52,7 +84,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what an exception says, with its kind unless that line is a sentence by itself."""
+    """Return the first line of an exception's message, after the exception's type unless the line is a sentence."""
     kind, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
     if text and isinstance(error, RuntimeError | ValueError | ImportError | OSError):
         return text

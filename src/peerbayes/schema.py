@@ -1,4 +1,4 @@
-"""Validated settings: strict types, and an unknown key names the nearest known one."""
+"""Define validated settings: strict types, and an error that names the nearest key for an unknown one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from peerbayes.errors import InputError, nearest
 
 
 class Table(BaseModel):
-    """The base of what is read from files: types are checked, and keys that are not asked for are left alone."""
+    """Base of tables read from files: types are checked, unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, validate_default=True)
 
     @classmethod
     def parse(cls, given: Any, origin: str) -> Self:
-        """Validate a table; the first fault becomes one sentence that begins with ``origin``."""
+        """Validate a table; report the first fault as one sentence.
+
+        Args:
+            given: the table.
+            origin: where it comes from: a file or key, which begins the sentence.
+
+        Raises:
+            InputError: the table is invalid.
+        """
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -26,9 +34,9 @@ class Table(BaseModel):
 
 
 class Strict(Table):
-    """The base of every settings table: a key that is not known is a fault, and so is a number that is not finite.
+    """Base of settings tables: unknown keys and numbers that are not finite are errors.
 
-    "none" stands for None where that is the default.
+    ``"none"`` stands for None where that is the default.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -58,7 +66,13 @@ class Strict(Table):
 
 
 def nested(error: ValidationError, location: str, given: Any) -> PydanticCustomError:
-    """Return the error that a validator raises for a table, at ``place``, that it validates by another schema."""
+    """Return the error that a validator raises when a table inside its own fails another schema.
+
+    Args:
+        error: the other schema's error.
+        location: key of the inner table.
+        given: the inner table.
+    """
     fault = _first_fault(error, given)
     fault = {**fault, "loc": (location, *fault["loc"])}
     return PydanticCustomError("nested", "{message}", {"message": str(fault["msg"]), "fault": fault})
