@@ -1,4 +1,4 @@
-"""How much the predictions of several peers, members or draws differ."""
+"""Measure how much the predictions of several peers, members or draws differ."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def pairwise_diversity(log_probabilities: Tensor) -> float:
 
     Args:
         log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import pairwise_diversity
+        >>> peers = torch.tensor([[[0.8, 0.2]], [[0.5, 0.5]]])
+        >>> round(pairwise_diversity(peers.log()), 4)
+        0.2079
     """
     log_p = _checked_peers(log_probabilities)
     p = log_p.exp()
@@ -31,6 +38,13 @@ def disagreement_rate(log_probabilities: Tensor) -> float:
 
     Args:
         log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import disagreement_rate
+        >>> peers = torch.tensor([[[0.8, 0.2], [0.6, 0.4]], [[0.7, 0.3], [0.1, 0.9]]])
+        >>> disagreement_rate(peers.log())
+        0.5
     """
     log_p = _checked_peers(log_probabilities)
     peers, _, classes = log_p.shape
@@ -46,6 +60,13 @@ def probability_variance(log_probabilities: Tensor) -> float:
 
     Args:
         log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import probability_variance
+        >>> peers = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> probability_variance(peers.log())
+        1.0
     """
     return float(_checked_peers(log_probabilities).exp().var(0).sum(-1).mean())
 

@@ -1,4 +1,4 @@
-"""Accuracy and proper scores of predictive probabilities, in natural logarithms and averaged over images.
+"""Compute accuracy and proper scores of predictive probabilities, in natural logarithms, averaged over images.
 
 A float32 probability underflows to 0 where its logarithm is an ordinary −200. The scores that take a
 logarithm therefore come twice: ``nll(probabilities, ...)`` and ``nll_from_log(log_probabilities, ...)``.
@@ -21,6 +21,12 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
     Args:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import accuracy
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+        0.5
     """
     values = checked_probabilities(probabilities)
     labels = checked_labels(labels, values)
@@ -33,6 +39,12 @@ def nll(probabilities: Tensor, labels: Tensor) -> float:
     Args:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import nll
+        >>> round(nll(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])), 4)
+        0.5108
     """
     return _nll(checked_probabilities(probabilities).log(), labels)
 
@@ -43,6 +55,12 @@ def nll_from_log(log_probabilities: Tensor, labels: Tensor) -> float:
     Args:
         log_probabilities: ``(N, C)``, normalised; −inf stands for probability 0.
         labels: ``(N,)``, integers.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import nll_from_log
+        >>> nll_from_log(torch.tensor([[-200.0, 0.0]]), torch.tensor([0]))
+        200.0
     """
     return _nll(checked_log_probabilities(log_probabilities), labels)
 
@@ -53,6 +71,12 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
     Args:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import brier
+        >>> brier(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([0, 1]))
+        0.3125
     """
     values = checked_probabilities(probabilities)
     truth = torch.nn.functional.one_hot(checked_labels(labels, values), values.shape[1])
@@ -65,6 +89,12 @@ def soft_cross_entropy(probabilities: Tensor, soft_labels: Tensor) -> float:
     Args:
         probabilities: ``(N, C)``.
         soft_labels: ``(N, C)``, the distribution h of human answers for each image.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import soft_cross_entropy
+        >>> round(soft_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.7, 0.3]])), 4)
+        0.6931
     """
     return _soft_cross_entropy(checked_probabilities(probabilities).log(), soft_labels)
 
@@ -75,6 +105,12 @@ def soft_cross_entropy_from_log(log_probabilities: Tensor, soft_labels: Tensor) 
     Args:
         log_probabilities: ``(N, C)``, normalised; −inf stands for probability 0.
         soft_labels: ``(N, C)``, the distribution h of human answers for each image.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import soft_cross_entropy_from_log
+        >>> soft_cross_entropy_from_log(torch.tensor([[-200.0, 0.0]]), torch.tensor([[0.5, 0.5]]))
+        100.0
     """
     return _soft_cross_entropy(checked_log_probabilities(log_probabilities), soft_labels)
 
