@@ -1,4 +1,4 @@
-"""Learning from teachers: trained networks that do not learn. Each has its own logits z_m for the batch's images."""
+"""Learn from teachers: trained networks that do not learn, each with logits z_m for the images of the batch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,21 @@ def distil(
     cap: Annotated[float, Field(gt=0, le=1)] = 0.6,
     per: Literal["batch", "image"] = "batch",
 ) -> Tensor:
-    """weight · T² · (1/B) Σ_b H[t_b, softmax(z_b / T)], with a target t made of the teachers' p_m = softmax(z_m / T).
+    """Return weight · T² · (1/B) Σ_b H[t_b, softmax(z_b / T)], with a target t of the teachers' p_m = softmax(z_m / T).
 
     ``mean``: t = (1/M) Σ_m p_m, which is the mean of the teachers' cross-entropies. ``one_to_one``: member m of a
     rank-one student learns from teacher m, and the loss is the mean over members. ``adaptive``: t = Σ_m ω_m p_m with
     the weights 0 ≤ ω ≤ ``cap`` for which ‖Σ_m ω_m g_m‖ is least, where g_m is the gradient of teacher m's loss by the
     student's logits: its mean over the batch, or ``per`` image (AE-KD).
+
+    Args:
+        step: the step, as the student sees it.
+        peer: the student's name.
+        weight: factor of the term.
+        temperature: T.
+        teachers: how the target is made: ``mean``, ``one_to_one`` or ``adaptive``.
+        cap: largest weight ω of a teacher, for ``adaptive``.
+        per: ``batch`` or ``image``: what has its own ω.
     """
     members = step.members(peer)
     _note_diversity(step, peer, members)
@@ -70,7 +79,14 @@ def mean_pairwise_kl(log_p: Tensor) -> Tensor:
 
 
 def adaptive_weights(targets: Tensor, student: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:
-    """Return AE-KD's weights of teachers (M, B, C) for a student (B, C): shape (M, 1, 1), or (M, B, 1) per image."""
+    """Return AE-KD's weights of the teachers, (M, 1, 1), or (M, B, 1) per image.
+
+    Args:
+        targets: the teachers' probabilities, (M, B, C).
+        student: the student's probabilities, (B, C).
+        cap: the largest weight.
+        per: ``batch`` for one set of weights, ``image`` for one an image.
+    """
     gaps = student - targets
     gaps = gaps.mean(1, keepdim=True) if per == "batch" else gaps
     vectors = gaps.transpose(0, 1)
@@ -79,9 +95,15 @@ def adaptive_weights(targets: Tensor, student: Tensor, cap: float, per: Literal[
 
 @term
 def proxy_end2(step: Step, peer: str, *, weight: float = 1.0, floor: Annotated[float, Field(gt=0)] = 1e-8) -> Tensor:
-    """weight · (1/B) Σ_b KL(Dir(exp z_b + 1) ‖ Dir(β_b)) / Σ_c β_bc, with β the Dirichlet of the teachers (Proxy-EnD²).
+    """Return weight · (1/B) Σ_b KL(Dir(exp z_b + 1) ‖ Dir(β_b)) / Σ_c β_bc, β the teachers' Dirichlet (Proxy-EnD²).
 
     See `peerbayes.math.dirichlet.proxy_dirichlet` for β, with ``floor``.
+
+    Args:
+        step: the step, as the student sees it.
+        peer: the student's name.
+        weight: factor of the term.
+        floor: smallest denominator of β.
     """
     beta = proxy_dirichlet(step.teachers().log_softmax(-1), floor).double()
     alpha = step.logits(peer).double().exp() + 1

@@ -1,4 +1,4 @@
-"""Peers are kept apart: in their weights, and in what their features say about the batch."""
+"""Keep peers different: in their weights, and in how their features relate the images of a batch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,20 @@ def weight_diversity(
     scale: float = 1.0,
     form: Form = "softplus",
 ) -> Tensor:
-    """weight · mean over j≠i of softplus(−scale · D(q_i, q_j)), the other peer's (μ_j, σ_j) detached.
+    """Return weight · mean over j≠i of softplus(−scale · D(q_i, q_j)), the other peer's (μ_j, σ_j) detached.
 
     ``distance``: ``w2`` has elements d = (μ_i − μ_j)² + (σ_i − σ_j)²; ``kl`` is KL(q_i ‖ q_j) and ``symmetric_kl`` its
     mean with KL(q_j ‖ q_i), by element. ``reduction`` makes D of the elements: ``layer_mean_sum`` = Σ_l mean_{i∈l} d,
     ``mean``, ``sum``, or ``relative`` = Σ d / (‖μ_i‖² + ‖μ_j‖²). ``form="linear"`` is the plain −D.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name, i.
+        weight: factor of the term.
+        distance: by element: ``w2``, ``kl`` or ``symmetric_kl``.
+        reduction: of the elements.
+        scale: factor of D.
+        form: ``softplus``, or ``linear``, which never fades.
     """
 
     def apart(other: str) -> Tensor:
@@ -97,7 +106,7 @@ def feature_diversity(
     scale: float = 1.0,
     form: Form = "softplus",
 ) -> Tensor:
-    """weight · mean over j≠i of softplus(−scale · D), D = KL(P_j ‖ P_i) between the peers' feature distributions.
+    """Return weight · mean over j≠i of softplus(−scale · D), D = KL(P_j ‖ P_i) between peers' feature distributions.
 
     P is the conditional distribution p_{i|j} of a kernel over the batch (`divergences.kernel_log_conditional`) on fused
     features: cross-attention with queries from each layer and keys and values from the next, nested for more than two
@@ -105,6 +114,19 @@ def feature_diversity(
     random ones, ones trained only for the ``task`` through a small head while the diversity sees them as constants,
     or ``none`` (features of all layers as they are). ``attention``: ``scaled`` by 1/√e, or the ``literal`` equation.
     ``distance`` ``l1`` and ``l2`` compare raw features (mean over elements), the paper's negative controls.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name, i.
+        layers: names of the layers, from early to late.
+        weight: factor of the term.
+        fusion: of the layers' features: ``per_peer``, ``shared``, ``fixed``, ``task`` or ``none``.
+        attention: whether scores are ``scaled`` by 1/√e, or ``literal``.
+        pool: ``flat`` lays tokens end to end, ``mean`` averages them.
+        kernel: ``cosine`` or ``rbf``.
+        distance: ``kernel_kl``, or ``l1`` or ``l2`` between raw features.
+        scale: factor of D.
+        form: ``softplus``, or ``linear``, which never fades.
     """
 
     def apart(other: str) -> Tensor:

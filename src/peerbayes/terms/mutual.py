@@ -1,4 +1,4 @@
-"""Peers teach each other: each one's prediction is the target of those that learn from it."""
+"""Let peers teach each other: the prediction of each is the target of those that learn from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Temperature = Annotated[float, Field(gt=0)]
 
 
 class Edge(Strict):
-    """``student`` learns from ``teacher``; what is left out is taken from the term."""
+    """An edge of the knowledge graph: ``student`` learns from ``teacher``; omitted options are those of the term."""
 
     teacher: str
     student: str
@@ -33,7 +33,7 @@ class Edge(Strict):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One edge of the knowledge graph, complete."""
+    """An edge of the knowledge graph with all options filled in."""
 
     teacher: str
     student: str
@@ -62,7 +62,12 @@ Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterVali
 
 
 def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
-    """Return who learns from whom; with ``best_to_rest`` every pair, of which only the best peer's count in a step."""
+    """Return the edges of the knowledge graph; for ``best_to_rest`` all pairs, of which a step uses the best peer's.
+
+    Args:
+        options: of the term.
+        peers: names of all peers, in their order.
+    """
     common = {key: options[key] for key in ("alpha", "temperature", "weight")}
     graph = options["graph"]
     if graph == "ring":
@@ -92,12 +97,20 @@ def mutual(
     alpha: NotNegative | Schedule = 1.0,
     graph: Graph = "all",
 ) -> Tensor:
-    """weight · T² · mean over teachers j of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), the target z_j detached.
+    """Return weight · T² · mean over teachers j of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), z_j detached.
 
     ``alpha`` = 1 is the Kullback-Leibler divergence, 0 is independent training; it may be a `Schedule` over the stage.
     ``graph`` says who teaches whom: ``all`` the others, in a ``ring`` the peer before, ``best_to_rest`` the peer with
     the lowest cross-entropy on this batch (of several processes each goes by its own part), or a list of `Edge`, each
     with an alpha, temperature and weight of its own if need be.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the student's name, i.
+        weight: factor of the term.
+        temperature: T.
+        alpha: the order α, or its schedule.
+        graph: who teaches whom.
     """
     options = {"weight": weight, "temperature": temperature, "alpha": alpha, "graph": graph}
     mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]

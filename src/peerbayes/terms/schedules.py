@@ -1,4 +1,4 @@
-"""Numbers that change over the epochs of a stage, as functions of the epoch alone."""
+"""Define numbers that change over the epochs of a stage, as functions of the epoch alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,12 @@ class Schedule(Strict):
 
 
 def value_at(number: float | Mapping[str, Any], epoch: float | Tensor) -> float | Tensor:
-    """Return a number, or a schedule's value at an epoch; a tensor where the epoch is one."""
+    """Return a number, or a schedule's value at an epoch.
+
+    Args:
+        number: a number, or the table of a `Schedule`.
+        epoch: epochs since the stage began; the value is a tensor if this is one.
+    """
     if not isinstance(number, Mapping):
         return number
     if number["schedule"] == "steps":
