@@ -1,4 +1,4 @@
-"""Weights that others have trained: a file in timm's own names as the start of ``timm/NAME`` for other classes."""
+"""Start from pretrained weights: a file in timm's own names, for ``timm/NAME`` with any number of classes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,27 @@ from peerbayes.networks.registry import Inputs, Normalized, timm_network
 
 
 def starting_point(name: str, inputs: Inputs, path: Path) -> nn.Module | Path:
-    """Return what a posterior over network ``name`` shall start from, given a file of weights.
+    """Return what a posterior over a network starts from, given a file of weights.
 
     For ``timm/NAME`` and a safetensors file in timm's own names that is a network with the file's weights. Its head
     stays as initialised if the file's has another number of classes; its normalisation is the one that timm notes for
     the weights (for images of three channels), which `Posterior` takes over with the other tensors; position
     embeddings are resampled where timm knows how. For anything else it is the path itself.
 
+    Args:
+        name: the network's name.
+        inputs: classes, shape and channel statistics of the data.
+        path: the file of weights.
+
     Raises:
         InputError: the file is of another network.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from peerbayes.networks import Inputs, starting_point
+        >>> inputs = Inputs(10, (3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+        >>> starting_point("resnet8", inputs, Path("weights.safetensors")).name
+        'weights.safetensors'
     """
     given = _tensors(path) if name.startswith("timm/") else None
     if given is None or any(tensor.endswith("normalize.mean") for tensor in given):  # ours, or not readable
