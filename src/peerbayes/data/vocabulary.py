@@ -1,6 +1,6 @@
-"""From texts to rows of token numbers, the same on every machine, and word vectors to start from.
+r"""Turn texts into rows of token numbers, the same on every machine, and read word vectors to start from.
 
-Words are the matches of ``\\w+|[^\\w\\s]`` in the lower-cased text: runs of letters, digits and underscores, and single
+Words are the matches of ``\w+|[^\w\s]`` in the lower-cased text: runs of letters, digits and underscores, and single
 other marks. Token 0 is padding, 1 an unknown word, then come the words by falling count, then the buckets of n-grams.
 Characters are those of Zhang et al. (2015): token ``i`` is the ``i``-th of their alphabet of 70, and every other
 character is 0, as padding is. Pieces are those of a Hugging Face tokenizer, with its numbers, marks and padding.
@@ -42,7 +42,7 @@ _CHUNK = 4096  # texts that are encoded at a time
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How texts become rows of token numbers.
+    """Options of how texts become rows of token numbers.
 
     Args:
         tokens: ``words``, ``characters``, or ``pieces`` of a tokenizer.
@@ -53,6 +53,11 @@ class TextOptions:
         vocabulary: most words that are known: the most frequent ones of the training split.
         vectors: a text file of word vectors to start from, one word a line (GloVe's, or fastText's ``.vec``).
         tokenizer: the ``tokenizer.json`` of a Hugging Face model, for ``pieces``.
+
+    Example:
+        >>> from peerbayes.data import TextOptions
+        >>> TextOptions(length=16, ngrams=2).vocabulary
+        30000
     """
 
     tokens: Kind = "words"
@@ -90,6 +95,14 @@ class Vocabulary:
         buckets: how many numbers the n-grams share; 0 where ngrams is 1.
         dimension: of the word vectors that networks start from; 0 without them.
         tokenizer: for pieces: the content of a ``tokenizer.json``.
+
+    Example:
+        >>> from peerbayes.data import TextOptions, Vocabulary
+        >>> vocabulary = Vocabulary.build(["the cat sat", "the dog"], TextOptions(length=4))
+        >>> vocabulary.words
+        ('the', 'cat', 'dog', 'sat')
+        >>> vocabulary.encode(["the bird sat"])
+        tensor([[2, 1, 5, 0]], dtype=torch.int32)
     """
 
     kind: Kind
@@ -102,7 +115,12 @@ class Vocabulary:
 
     @classmethod
     def build(cls, texts: Sequence[str], options: TextOptions) -> Vocabulary:
-        """Return the vocabulary of training texts."""
+        """Return the vocabulary of training texts.
+
+        Args:
+            texts: the training texts.
+            options: how they are cut into tokens.
+        """
         length = options.length or LENGTHS[options.tokens]
         if options.tokens == "characters":
             return cls("characters", length)
@@ -117,7 +135,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """All token numbers are below it."""
+        """Number of token numbers: all are below it."""
         if self.kind == "pieces":
             return max(self._pieces.get_vocab().values(), default=0) + 1
         return len(ALPHABET) + 1 if self.kind == "characters" else _FIRST + len(self.words) + self.buckets
@@ -151,7 +169,7 @@ class Vocabulary:
                          "own padding names (Tokenizer.enable_padding does)")  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Return token numbers int32 (N, width), filled up with ``padding``.
+        """Return token numbers, int32 (N, width), padded with ``padding``.
 
         An n-gram of words w₁ … wₙ has the number 2 + known words + h(w₁ … wₙ) mod buckets, with fastText's hash
         h(w₁ … wₙ) = h(w₁ … wₙ₋₁) · 116049371 + h(wₙ) modulo 2⁶⁴, and :func:`hashed` for a word. Unknown words have
@@ -209,7 +227,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
-        """Read what :meth:`save` wrote; a file that was changed since is refused."""
+        """Read what :meth:`save` wrote; refuse a file that has changed since."""
         try:
             content = json.loads(Path(path).read_bytes())
         except FileNotFoundError:
@@ -266,10 +284,17 @@ def _read_tokenizer(path: str, length: int) -> str:
 
 
 def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:
-    """Return the vectors of the known words from a text file with lines ``word v1 v2 ...``.
+    """Return the vectors of the vocabulary's words from a text file with lines ``word v1 v2 ...``.
 
     The first line gives the dimension; a line of two whole numbers before it (word2vec's and fastText's header) is
-    passed over. Words may hold blanks, as some of GloVe's do. Where a word comes twice, the first line counts.
+    skipped. Words may hold blanks, as some of GloVe's do. Where a word comes twice, the first line counts.
+
+    Args:
+        path: the file.
+        vocabulary: whose words are wanted.
+
+    Raises:
+        InputError: the file cannot be read, or has no vector for any word.
     """
     vectors: dict[int, NDArray[np.float32]] = {}
     dimension = 0

@@ -1,4 +1,4 @@
-"""Augmentation of a whole batch on its own device, addressed so that it can be replayed.
+"""Augment whole batches on their own device, by addressed randomness that can be replayed.
 
 Every function maps images (B, C, H, W) and an address to images of the same dtype. The numbers of image ``i``
 depend on the address and on ``first + i`` only, not on the size of the batch, so that ``first`` makes part of a
@@ -50,7 +50,7 @@ def _shifted(images: Tensor, address: Address, padding: int, first: int, reflect
 
 
 def crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
-    """Pad with zeros and cut a window of the original size at a uniform place; exact pixel moves.
+    """Pad with zeros and cut a window of the original size at a uniform position; pixels move exactly.
 
     Args:
         images: (B, C, H, W), any dtype.
@@ -63,7 +63,14 @@ def crop(images: Tensor, address: Address, padding: int | None = None, first: in
 
 
 def reflect_crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
-    """Like :func:`crop`, padding with the mirrored image (the border pixel is not repeated)."""
+    """Crop as :func:`crop` does, padding with the mirrored image (the border pixel is not repeated).
+
+    Args:
+        images: (B, C, H, W), any dtype.
+        address: where the offsets come from.
+        padding: pixels on each side; by default as in :func:`crop`.
+        first: number of the first image.
+    """
     padding = _padding(images) if padding is None else padding
     if padding >= min(images.shape[-2:]):
         raise InputError(f"augmentation 'reflect_crop': padding {padding} needs images larger than that, "
@@ -72,7 +79,13 @@ def reflect_crop(images: Tensor, address: Address, padding: int | None = None, f
 
 
 def flip(images: Tensor, address: Address, first: int = 0) -> Tensor:
-    """Mirror each image left to right with probability 1/2; exact pixel moves, any dtype."""
+    """Mirror each image left to right with probability 1/2; pixels move exactly.
+
+    Args:
+        images: (B, C, H, W), any dtype.
+        address: where the coin flips come from.
+        first: number of the first image.
+    """
     mirrored = noise.bits(address, images.shape[0], images.device, first) < 0
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
@@ -104,7 +117,14 @@ def rotate(images: Tensor, address: Address, degrees: float = 15.0, first: int =
 
 
 def box_numbers(address: Address, count: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return the uniform numbers that random boxes are made of, (count, 22); a row depends on its number alone."""
+    """Return the uniform numbers that random boxes are made of, (count, 22); each row depends on its number alone.
+
+    Args:
+        address: where the numbers come from.
+        count: rows.
+        device: where they are made.
+        first: number of the first row.
+    """
 
     def drawn(stream: str, times: int) -> Tensor:
         return noise.uniform(address.sub(stream), count * times, device, first * times).view(count, times)
@@ -113,11 +133,16 @@ def box_numbers(address: Address, count: int, device: torch.device, first: int =
 
 
 def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, left, height, width of the random box of one image, by a row of `box_numbers`.
+    """Return top, left, height and width of an image's random box, in pixels.
 
     Its share of the area is uniform on ``SCALE`` and log(w / h) uniform on log(``RATIO``), given that the box fits: the
     first of ten candidates that fits is taken. Where none does it is the largest box at the centre whose shape is in
     ``RATIO``.
+
+    Args:
+        numbers: a row of `box_numbers`.
+        height: of the image.
+        width: of the image.
     """
     for area, shape in zip(numbers[:_TRIES], numbers[_TRIES:]):
         area = (SCALE[0] + (SCALE[1] - SCALE[0]) * area) * (height * width)
@@ -168,7 +193,7 @@ def resized_crop(
     size: int | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Cut a box of random area, shape and place, and resize it bilinearly.
+    """Cut a box of random area, shape and position, and resize it bilinearly.
 
     Image files are cut as they are decoded, from all that they hold: see `FolderSplit.crops`.
 
@@ -287,6 +312,16 @@ def augment(images: Tensor, names: Sequence[str], address: Address, first: int =
         names: any of ``AUGMENTATIONS``.
         address: the step's address; the same address gives the same images.
         first: number of the first image, where these are part of a batch.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import AUGMENTATIONS, augment
+        >>> images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
+        >>> augment(images, ["crop", "flip"], Address(0, "data", "augment")).shape
+        torch.Size([4, 3, 32, 32])
+        >>> list(AUGMENTATIONS)
+        ['crop', 'reflect_crop', 'flip', 'rotate', 'resized_crop', 'color_jitter']
     """
     for name in names:
         if name not in AUGMENTATIONS:

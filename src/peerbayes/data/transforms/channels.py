@@ -1,4 +1,4 @@
-"""Images of a split in another number of channels."""
+"""Convert the images of a split to another number of channels."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ NUMBERS = 1 << 23  # numbers that are converted at a time
 
 @dataclass(frozen=True, eq=False)
 class Recoloured:
-    """Images of another split in another number of channels: grey ones of equal channels, colours by their luma."""
+    """A split's images in another number of channels: grey ones as three equal channels, colours as their luma."""
 
     split: Split
     channels: Literal[1, 3]
 
     @property
     def labels(self) -> Tensor | None:
-        """As they were."""
+        """The split's labels."""
         return self.split.labels
 
     def __len__(self) -> int:
         return len(self.split)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `Split`."""
+        """Return images and labels by index, see `Split`.
+
+        Args:
+            index: int64 (B,).
+            device: where they are wanted.
+        """
         if self.channels == 3:
             images, labels = self.split.batch(index, device)
             return images.expand(-1, 3, -1, -1).contiguous(), labels

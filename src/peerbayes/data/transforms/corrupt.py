@@ -1,4 +1,4 @@
-"""Common corruptions of images, made on their own device and addressed.
+"""Corrupt images in common ways, on their own device and by addressed randomness.
 
 The 19 types, their 5 severities and their parameters are those of CIFAR-10-C (Hendrycks and Dietterich, 2019), written
 anew from the definitions. A higher severity is not always the larger change there, nor here: `motion_blur` is as strong
@@ -338,6 +338,16 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
         severity: 1 to 5.
         address: where the noise comes from; the same address gives the same images.
         first: number of the first image, where these are part of a data set.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import CORRUPTIONS, corrupt
+        >>> images = torch.full((2, 3, 32, 32), 0.5)
+        >>> corrupt(images, "brightness", severity=3, address=Address(0, "data", "corrupt"))[0, 0, 0, :2]
+        tensor([0.6500, 0.6500])
+        >>> len(CORRUPTIONS)
+        19
     """
     check_choice(name, severity)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or min(images.shape[-2:]) < _SMALLEST:
@@ -353,7 +363,12 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
 
 
 def check_choice(name: str, severity: int) -> None:
-    """Refuse a type or a severity that there is not."""
+    """Check that a type and a severity exist.
+
+    Args:
+        name: the type.
+        severity: 1 to 5.
+    """
     if name not in CORRUPTIONS:
         raise InputError(f"unknown corruption '{name}'{nearest(name, CORRUPTIONS)}")
     if severity not in range(1, SEVERITIES + 1):
