@@ -1,4 +1,4 @@
-"""From a mean-field posterior to a codebook: outliers, components, merging, blending."""
+"""Make a codebook from a mean-field posterior: outliers, components, merging, blending."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ BATCH = 1 << 16  # points of a step of expectation-maximisation
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a codebook is made; see the recipe's posterior of kind ``shared``."""
+    """Options of how a codebook is made; see the recipe's posterior of kind ``shared``.
+
+    Example:
+        >>> from peerbayes.codebook import Sharing
+        >>> Sharing(components=64, blend=False).threshold
+        0.2
+    """
 
     components: int = 0
     threshold: float = 0.2
@@ -50,7 +56,16 @@ class Sharing:
 
 
 def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
-    """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
+    """Return the layout of the weights to be shared, and their means and scales, flat (n,) each.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import shared_weights
+        >>> layout, mean, std = shared_weights(MeanField(torch.nn.Linear(8, 4)))
+        >>> list(layout.shapes), mean.shape, std.shape
+        (['weight'], torch.Size([32]), torch.Size([32]))
+    """
     names = usually_shared(posterior.network, posterior.layout.shapes)
     if not names:
         raise InputError("the posterior has no weights of convolutions or linear layers to share")
@@ -63,13 +78,26 @@ def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
 def share(
     posterior: Posterior, options: Sharing, gradient: Tensor | None, seed: int = 0
 ) -> tuple[Codebook, dict[str, Any]]:
-    """Make a codebook of a mean-field posterior's weights; return it with an account of what was done.
+    """Make a codebook of a mean-field posterior's weights.
 
     Args:
         posterior: trained, on any device; it is not changed.
         options: thresholds and numbers.
         gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None where it does not count.
         seed: of the clustering.
+
+    Returns:
+        The codebook, and an account of how it was made.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import Sharing, share
+        >>> posterior = MeanField(torch.nn.Linear(32, 32))
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> book, account = share(posterior, options, gradient=None)
+        >>> account["weights"], account["components"]
+        (1024, 8)
     """
     clock, seconds = time.perf_counter(), dict[str, float]()
 
@@ -195,7 +223,7 @@ def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Compone
 
 
 def cholesky_of(covariance: Tensor) -> Tensor:
-    """Return a, b, c of [[a, 0], [b, c]], (K, 3), for covariances (K, 2, 2)."""
+    """Return a, b, c of the factors [[a, 0], [b, c]], (K, 3), of covariances (K, 2, 2)."""
     a = covariance[:, 0, 0].clamp_min(0).sqrt()
     b = torch.where(a > 0, covariance[:, 0, 1] / torch.where(a > 0, a, 1.0), 0.0)
     c = (covariance[:, 1, 1] - b.square()).clamp_min(0).sqrt()
@@ -203,9 +231,25 @@ def cholesky_of(covariance: Tensor) -> Tensor:
 
 
 def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
-    """Return the mean over batches of an epoch of |∂ CE / ∂ μ_i| for the weights to be shared, (n,), one draw a batch.
+    """Return the mean over an epoch's batches of |∂ CE / ∂ μ_i|, one draw a batch, for the weights to be shared, (n,).
 
-    Batch-norm runs with its running statistics; nothing of the posterior changes.
+    Batch-norm runs with its running statistics; the posterior does not change.
+
+    Args:
+        posterior: a posterior with scales.
+        split: training inputs and labels.
+        seed: of the order of the inputs.
+        batch_size: inputs at a time.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import gradient_statistic
+        >>> from peerbayes.data import ArraySplit
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4))
+        >>> split = ArraySplit(torch.zeros(6, 1, 4, 4, dtype=torch.uint8), torch.arange(6) % 4)
+        >>> gradient_statistic(MeanField(network), split).shape
+        torch.Size([64])
     """
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)

@@ -1,4 +1,4 @@
-"""Clustering in the plane: k-means and EM, in float64 and bounded memory.
+"""Cluster points of the plane by k-means and EM, in float64 and bounded memory.
 
 Nothing loops over points or components, and no sum depends on the order in which a device does its additions, so that
 a result is a function of its arguments, also on a GPU.
@@ -50,7 +50,7 @@ def kmeans(
     batch: int = 1 << 18,
     full: int = 4,
 ) -> Tensor:
-    r"""Centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
+    """Return centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
 
     Seeds are split from one centre, on ``max(batch, 32 K)`` random points: in every round, after two steps of Lloyd,
     the clusters of which a split gains most, by ``(2/π) n_k λ_k`` with the largest eigenvalue of their covariance, are
@@ -75,6 +75,15 @@ def kmeans(
 
     Returns:
         The centres, float64, shape ``(K, 2)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.codebook import kmeans
+        >>> points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0]])
+        >>> kmeans(points, count=2, address=Address(0, "doc"))
+        tensor([[ 0.,  1.],
+                [10.,  1.]], dtype=torch.float64)
     """
     check_points("points", points)
     if not 1 <= count <= len(points):
@@ -184,7 +193,7 @@ def em(
     ridge: float = RIDGE,
     decay: float = 0.6,
 ) -> Components:
-    r"""Expectation-maximisation of ``Σ_i log Σ_k π_k N(x_i; m_k, Σ_k)``, on all points or on random mini-batches.
+    """Fit a mixture by expectation-maximisation of ``Σ_i log Σ_k π_k N(x_i; m_k, Σ_k)``, on all points or mini-batches.
 
     ``r_ik = softmax_k(log π_k + log N(x_i; m_k, Σ_k))``; then ``π_k``, ``m_k`` and ``Σ_k`` are the share, the mean and
     the covariance (plus a ridge) of the points weighted by ``r_ik``. If all points fit into a batch this is plain EM.
@@ -203,6 +212,16 @@ def em(
 
     Returns:
         The components; counts are ``n π_k``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.codebook import components_of, em
+        >>> points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0]])
+        >>> start = components_of(points, torch.tensor([0, 0, 1, 1]), count=2)
+        >>> em(points, start, steps=2, batch=4, address=Address(0, "doc"), ridge=1.0).mean.round(decimals=4)
+        tensor([[ 0.,  1.],
+                [10.,  1.]], dtype=torch.float64)
     """
     check_points("points", points)
     if steps < 0 or batch < 1:
@@ -224,7 +243,12 @@ def em(
 
 
 def most_probable(points: Tensor, components: Components) -> Tensor:
-    """Return for each point (n, 2) the number of the component that it most probably is of, (n,); see `_joint`."""
+    """Return for each point the component that it most probably belongs to, (n,); see `_joint`.
+
+    Args:
+        points: shape ``(n, 2)``.
+        components: K components.
+    """
     labels = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
     return torch.cat(list(labels)).squeeze(1)
 

@@ -1,4 +1,4 @@
-"""Which component every weight belongs to, in about as few bits as its entropy: tables of frequencies and rANS.
+r"""Code which component every weight belongs to in about its entropy: tables of frequencies and rANS.
 
 The weights' numbers are coded part by part (a part is a layer) by range asymmetric numeral systems [1], in many lanes
 that NumPy steps together. All parts share one table of frequencies. A part may reshape it: the symbols, in their order,
@@ -9,7 +9,7 @@ the same layers: `arrange` finds such an order.
 A table keeps square roots of counts, rounded: that costs a quarter of a bit a symbol and halves the table. What both
 sides must agree on is made of integers and of single float64 operations, which IEEE 754 rounds alike everywhere.
 
-Bytes, little-endian: ``pbi\\x01``; a digest (8) of what follows, the alphabet and the parts; the length of the tables
+Bytes, little-endian: ``pbi\x01``; a digest (8) of what follows, the alphabet and the parts; the length of the tables
 (4); the tables (see `_squeeze`: a level for each part that is not empty, the shared table, the parts' own); the lanes'
 states (8 each); words (4 each).
 
@@ -47,7 +47,12 @@ LZMA = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 16, "lc": 0, "lp": 0, "pb": 
 
 
 def encode(symbols: NDArray[np.integer] | Tensor, alphabet: int, parts: Sequence[int]) -> bytes:
-    """Code integers in ``0 .. alphabet - 1``, (n,): ``parts[0]`` of one distribution, then ``parts[1]`` of another...
+    """Code integers in ``0 .. alphabet - 1``, (n,), part by part.
+
+    Args:
+        symbols: the integers, (n,).
+        alphabet: how many symbols there are.
+        parts: integers of each part, n in all; each part has a distribution of its own.
 
     Raises:
         InputError: the symbols are no such integers, or the parts do not add up to their number.
@@ -72,9 +77,14 @@ def encode(symbols: NDArray[np.integer] | Tensor, alphabet: int, parts: Sequence
 
 
 def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
-    """Return the symbols (n,), int64, that `encode` was given with the same alphabet and parts.
+    """Return the symbols (n,), int64, that `encode` was given.
 
     Memory stays within a small multiple of n + alphabet + the length of the data, whatever the data are.
+
+    Args:
+        data: what `encode` returned.
+        alphabet: as it was encoded with.
+        parts: as it was encoded with.
 
     Raises:
         InputError: the data are damaged, or belong to another alphabet or other parts.
@@ -99,9 +109,14 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
 
 
 def arrange(symbols: NDArray[np.integer] | Tensor, means: NDArray[np.floating] | Tensor, parts: Sequence[int]) -> Ints:
-    """Return the numbers of the components (K,), with these means, in an order that codes well: renumber them so.
+    """Return the components' numbers (K,) in an order that codes well, to renumber them by.
 
     By the layer their weights are in on average, rounded, then by mean. Symbols of K and above are left out.
+
+    Args:
+        symbols: the component of each weight, (n,).
+        means: of the components, (K,).
+        parts: weights of each layer.
     """
     array, values = np.asarray(symbols), np.asarray(means)
     count, total = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)

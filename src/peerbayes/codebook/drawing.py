@@ -1,4 +1,4 @@
-"""Draws of shared weights: each by its row and noise of its own, all in one pass.
+"""Draw shared weights: each from its row and noise of its own, all in one pass.
 
 Without a gradient this is done in pieces that stay in a CPU's cache together with the noise that they meet, or by one
 kernel of a GPU, which makes the noise, too. The weights are the same, but for the rounding of that kernel.
@@ -21,10 +21,10 @@ Pieces = Iterable[tuple[int, int, Sequence[Tensor]]]  # of noise, for the weight
 
 
 def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return weights (n,), without a gradient, with the noise that starts at a place from `peerbayes.math.noise.start`.
+    """Return weights (n,), without a gradient, drawn with the noise that starts at ``begin``.
 
     Args:
-        begin: where the noise starts.
+        begin: where the noise starts, from `peerbayes.math.noise.start`.
         columns: mean and scale by row, for one number a weight, or m, s, a, b and c, for two; (R,) each.
         rows: of every weight, (n,).
     """
@@ -33,7 +33,13 @@ def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 
 def drawn_with(noise: Sequence[Tensor], columns: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return weights (n,) with this noise, (n,) each; they have a gradient, where gradients are on."""
+    """Return weights (n,) drawn with this noise, with a gradient where gradients are on.
+
+    Args:
+        noise: one or two numbers a weight, (n,) each.
+        columns: mean and scale by row, or m, s, a, b and c; (R,) each.
+        rows: of every weight, (n,).
+    """
     if torch.is_grad_enabled():
         return drawn(of_rows(columns, rows), noise)
     ranges = pieces(len(rows), rows.device)
@@ -41,7 +47,12 @@ def drawn_with(noise: Sequence[Tensor], columns: Sequence[Tensor], rows: Tensor)
 
 
 def drawn(columns: Sequence[Tensor], eps: Sequence[Tensor]) -> Tensor:
-    """Return weights (n,) in the place of the first column (n,): m + s ε, or m + s ε₁ + √((a + b ε₁)² + c² ε₁²) ε₂."""
+    """Return weights (n,), in place of the first column: m + s ε, or m + s ε₁ + √((a + b ε₁)² + c² ε₁²) ε₂.
+
+    Args:
+        columns: m and s, or m, s, a, b and c, (n,) each; they are overwritten.
+        eps: ε, or ε₁ and ε₂, (n,) each.
+    """
     weights, *scales = columns
     weights.addcmul_(scales[0], eps[0])
     if len(scales) > 1:

@@ -1,4 +1,4 @@
-"""The small file of shared weights: what makes a network first, then what makes it uncertain.
+"""Pack shared weights into a small file: what makes a network first, then what makes it uncertain.
 
 Tensors, in the order in which they lie in the file, with 32 ``bits``, where all is exact; *small*: with fewer:
 
@@ -51,7 +51,12 @@ FIRST = ("grids", "fixed/", "means/")  # what makes a network
 
 
 def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a posterior's tensors in the order of the file, and what its description has to say of them."""
+    """Return a posterior's tensors in the order of the file, and their entries in its description.
+
+    Args:
+        posterior: shared weights.
+        anchors: whether to keep what the prior is anchored at, for training to continue.
+    """
     small, sizes = posterior.bits < EXACT, posterior.layout.sizes
     component = posterior.component.detach().cpu()
     scales = torch.cat([component[:, 1:], posterior.cholesky.detach().cpu()], 1)
@@ -77,12 +82,12 @@ def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], 
 
 
 def fixed_tensors(posterior: Shared) -> dict[str, Tensor]:
-    """Return what is not shared, by its place in the posterior's state."""
+    """Return the tensors that are not shared, by their names in the posterior's state."""
     return {name: t.detach() for name, t in posterior.state().items() if name.startswith(("network/", "rest/"))}
 
 
 def index_of(posterior: Shared) -> Tensor:
-    """Return for every weight its component, K for an outlier, K + 1 for a blended weight."""
+    """Return for every weight its component, K for an outlier, K + 1 for a blended weight, (n,)."""
     index, components = posterior.label.cpu().long(), len(posterior.component)
     index[posterior.outlier.cpu()], index[posterior.blended.cpu()] = components, components + 1
     return index
@@ -197,7 +202,7 @@ class _Reader:
 def unpacked(
     tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior: Shared, means_alone: bool = False
 ) -> dict[str, Tensor]:
-    """Return the state that `Shared.load_state` takes, of what `packed` made.
+    """Return the state that `Shared.load_state` takes, from what `packed` made.
 
     Args:
         tensors: of the file.

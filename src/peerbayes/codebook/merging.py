@@ -1,4 +1,4 @@
-"""Merging of components that hardly differ, to convergence."""
+"""Merge components that hardly differ, to convergence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge(
     neighbours: int = 2,
     rule: Rule = "moment",
 ) -> tuple[Components, Tensor, dict[str, Any]]:
-    r"""Merge components until no pair qualifies.
+    """Merge components until no pair qualifies.
 
     A pair is looked at if one is among the ``neighbours`` nearest of the other (by the distance of the means), and
     qualifies if ``W₂² < distance`` and, for both, ``lr·|gradient| < gradient_gate`` and ``spread < spread_gate``. In a
@@ -52,6 +52,15 @@ def merge(
         ``merged`` pairs; ``near``: pairs that the distance allowed; ``gradient``, ``spread``: those of them that the
         gate blocked; ``gradient_alone``, ``spread_alone``: those that nothing else blocked. These are summed over
         rounds, so a pair that stays blocked counts in each; ``left`` holds the same for the last round.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import components_of, merge
+        >>> points = torch.tensor([[0.0, 0.1], [0.0001, 0.1], [0.5, 0.1]])
+        >>> components = components_of(points, torch.tensor([0, 1, 2]), count=3)
+        >>> left, mapping, log = merge(components, distance=1e-4)
+        >>> len(left), mapping.tolist(), log["merged"]
+        (2, [0, 0, 1], 1)
     """
     size, device = len(components), components.count.device
     if neighbours < 1:

@@ -1,4 +1,4 @@
-"""Exact nearest centres in the plane, in float64 and bounded memory; nothing loops over points or centres."""
+"""Find exact nearest centres in the plane, in float64 and bounded memory, without a loop over points or centres."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRIPS = 0.25  # of the square root of the number of centres, if both axes spre
 
 
 def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
-    r"""Return the ``count`` nearest centres of every point, by the exact Euclidean distance in float64.
+    """Return the ``count`` nearest centres of every point, by the exact Euclidean distance in float64.
 
     The plane is cut into strips along the axis in which the centres spread less, each with as many centres, which are
     sorted along the other axis. From a point's place in its own strip a window widens to both sides until
@@ -31,6 +31,14 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
 
     Returns:
         Indices of centres, int64, shape ``(N, count)``, nearest first; of equal distances the lower index first.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import nearest
+        >>> centres = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
+        >>> nearest(torch.tensor([[0.9, 0.1], [4.0, 0.0]]), centres, count=2)
+        tensor([[1, 0],
+                [2, 1]])
     """
     check_points("points", points, least=0)
     present = ~centres.isnan().any(-1)
@@ -145,7 +153,13 @@ def _least(square: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def check_points(name: str, points: Tensor, least: int = 1) -> None:
-    """Refuse what is not (n, 2), floating-point and finite, with n of at least ``least``."""
+    """Check that points are (n, 2), floating-point and finite.
+
+    Args:
+        name: the argument's name, for the error.
+        points: the points.
+        least: smallest n.
+    """
     if points.dim() != 2 or points.shape[1] != 2 or len(points) < least or not points.is_floating_point():
         raise InputError(
             f"{name} is a {points.dtype} tensor of shape {tuple(points.shape)}: expected floating-point (n, 2)."

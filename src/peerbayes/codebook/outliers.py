@@ -1,4 +1,4 @@
-"""What a codebook cannot hold: weights that stay individual, and weights that belong to several components."""
+"""Choose the weights that stay individual, and those that blend several components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 
 def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float = 0.2, top: float = 0.01) -> Tensor:
-    r"""Weights that stay individual: ``|μ_i| > threshold``, or ``|gradient_i|`` among the largest ``⌊top·n⌋``.
+    """Return the weights that stay individual: ``|μ_i| > threshold``, or ``|gradient_i|`` of the largest ``⌊top·n⌋``.
 
     Args:
         mean: means of all weights, shape ``(n,)``.
@@ -26,6 +26,12 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
 
     Returns:
         A mask, shape ``(n,)``. Of equal gradients at the bound those of lower index are in.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import outliers
+        >>> outliers(torch.tensor([0.1, -0.5, 0.0, 0.2]), threshold=0.3)
+        tensor([False,  True, False, False])
     """
     if mean.dim() != 1 or not mean.is_floating_point():
         raise InputError(f"mean is a {mean.dtype} tensor of shape {tuple(mean.shape)}: expected floating-point (n,).")
@@ -40,7 +46,17 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
 
 
 def steepest(top: float, count: int) -> int:
-    """Return how many of some weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written."""
+    """Return how many weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written.
+
+    Args:
+        top: the share.
+        count: weights.
+
+    Example:
+        >>> from peerbayes.codebook import steepest
+        >>> steepest(0.29, 100)
+        29
+    """
     return math.floor(Fraction(str(top)) * count)
 
 
@@ -54,7 +70,7 @@ def blends(
     keep: int = 2,
     columns: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Points off their own component, ``D²(x_i; m_k, Σ_k) > level``, as blends of the components around them.
+    """Return points off their own component, ``D²(x_i; m_k, Σ_k) > level``, as blends of the components around them.
 
     Of the ``candidates`` components with the nearest means those with ``D² ≤ level`` are kept, and in any case the best
     ``keep`` by density; of these the best ``columns`` by density are returned, with weights ``α_k ∝ N(x_i; m_k, Σ_k)``
@@ -74,6 +90,15 @@ def blends(
         Which points, int64 ``(E,)``, ascending; their components, int64 ``(E, columns)``, by falling density; and the
         weights, float64 ``(E, columns)``. Where fewer are kept than there are columns, the weight is 0 and the
         component is again the first.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import Components, blends
+        >>> mean, count = torch.tensor([[0.0, 0.0], [10.0, 0.0]]).double(), torch.ones(2).double()
+        >>> components = Components(mean, torch.eye(2).double().expand(2, 2, 2), count)
+        >>> index, component, weight = blends(torch.tensor([[0.5, 0.0], [5.0, 0.0]]), torch.tensor([0, 0]), components)
+        >>> index, weight
+        (tensor([1]), tensor([[0.5000, 0.5000]], dtype=torch.float64))
     """
     columns = keep if columns is None else columns
     if not 1 <= keep <= min(candidates, columns):

@@ -1,4 +1,4 @@
-"""Codebooks as peers: made of a trained posterior by the options of a recipe."""
+"""Make codebooks of peers, from a trained posterior and the options of a recipe."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options that do
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more components, or larger ones, than it can have.
+    """Return a stand-in for a codebook that is not made yet; refuse more, or larger, components than it can have.
 
     Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
 
     Args:
         network: whose weights are to be shared.
         options: of the recipe's posterior.
-        seed: with ``name``, where its draws live.
+        seed: with ``name``, the address of its draws.
         name: the peer's.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import blank_shared
+        >>> options = {"sampling": "moment", "mixture": False, "prior": "anchored", "prior_std": 0.1, "bits": 10}
+        >>> options |= {"components": 8, "outliers": True, "top": 0.01, "smallest": 20}
+        >>> blank_shared(torch.nn.Linear(32, 32), options, seed=0, name="student").counts()
+        {'outliers': 0, 'blended': 0, 'components': 1}
     """
     blank = Shared(network, seed=seed, name=name, **_drawn(options))
     single = steepest(options["top"], blank.layout.size) if options["outliers"] else 0
@@ -49,7 +57,7 @@ def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name
 def shared_of(
     posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
 ) -> Shared:
-    """Make a codebook of a trained posterior over a network, where it is.
+    """Make shared weights from a trained posterior, on its device.
 
     Args:
         posterior: trained, with a scale for every weight; it is not changed.
@@ -58,6 +66,20 @@ def shared_of(
         split: training inputs, on which gradients count.
         seed: of the clustering; with ``name``, where its draws live.
         name: the peer's.
+
+    Example:
+        >>> import dataclasses
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import Sharing, shared_of
+        >>> from peerbayes.data import ArraySplit
+        >>> options = dataclasses.asdict(Sharing(components=4, outliers=False, merge={"distance": 0}))
+        >>> options |= {"sampling": "moment", "mixture": False, "prior": "anchored", "prior_std": 0.1, "bits": 10}
+        >>> options["merge_every_epoch"] = False
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        >>> split = ArraySplit(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+        >>> shared_of(MeanField(network), network, options, split, seed=0, name="small").counts()["components"]
+        4
     """
     if not posterior.shareable:
         raise InputError(f"expected a mean_field posterior, whose weights have scales, got a {posterior.kind} one")

@@ -1,4 +1,4 @@
-"""Clustering with an eye on the index: which component a weight has costs bits, and a rare one costs more."""
+"""Cluster with a penalty on the rate: a weight's component costs bits in the file, and a rare one costs more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 18
 
 
 def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
-    r"""Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
+    """Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
 
     ``bits_i = −log₂`` of the share of the part's points that the centre has. Where k-means makes small cells of dense
     regions, here cells of about equal width, ``√(6 worth / ln 2)``, are best, and take about a quarter of a bit a point
@@ -36,6 +36,15 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
 
     [1] Gish and Pierce, IEEE Transactions on Information Theory 14 (1968).
     [2] Chou, Lookabaugh and Gray, IEEE Transactions on Acoustics, Speech, and Signal Processing 37 (1989).
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import thrifty
+        >>> points = torch.tensor([[0.0, 0.0], [0.1, 0.0], [9.0, 0.0], [9.1, 0.0]])
+        >>> centres, labels = thrifty(points, torch.zeros(4, dtype=torch.int64), worth=0.1)
+        >>> centres, labels
+        (tensor([[0.0500, 0.0000],
+                [9.0500, 0.0000]], dtype=torch.float64), tensor([0, 0, 1, 1]))
     """
     check_points("points", points)
     if not 0 < worth < math.inf:

@@ -1,4 +1,4 @@
-"""The same posterior in fewer bytes by plain rounding: what it takes, and what is left of it.
+"""Store the same posterior in fewer bytes by plain rounding: its size, and what is left of it.
 
 Every form is a real posterior whose numbers lie on the form's grid. Its bytes count the codes, packed without gaps, and
 the constants of the grids; names and a header are not counted.
@@ -33,7 +33,7 @@ TINY = 2.0**-24  # the smallest number of float16
 
 @dataclass(frozen=True)
 class Form:
-    """A posterior that takes so many bytes."""
+    """A posterior rounded to a number of bytes."""
 
     name: str
     bytes: int
@@ -65,7 +65,7 @@ def forms(posterior: Posterior) -> Iterator[Form]:
 
 
 def as_mean_field(posterior: Shared) -> MeanField:
-    """Return a Gaussian for every shared weight, with the mean and the scale that it has."""
+    """Return a mean-field posterior with the mean and the scale of every shared weight."""
     names = set(posterior.layout.shapes)
     field = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
     with torch.no_grad():
@@ -123,9 +123,16 @@ def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
-    """Round to c · step with |c| < 2^(bits-1), a step for each output channel (axis 0); return it, and its bytes.
+    """Round to c · step with |c| < 2^(bits-1), with a step for each output channel (axis 0).
 
     The step is the best of some candidates by squared error: of few bits, it does not pay to reach the largest number.
+
+    Args:
+        tensor: means.
+        bits: of a code.
+
+    Returns:
+        The rounded means, and their bytes.
     """
     most = (1 << (bits - 1)) - 1
     rows = tensor.reshape(len(tensor), -1).double()
@@ -140,10 +147,17 @@ def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def rounded_scales(std: Tensor, bits: int) -> tuple[Tensor, int]:
-    """Round to 2^(low + c · step), c from 0 to 2^bits − 1; return it, float64, and its bytes.
+    """Round to 2^(low + c · step), c from 0 to 2^bits − 1.
 
     Low and step go from the least and the largest to where they have the least squared error of logarithms, by turns
     with the codes. With one bit these are two levels. Scales of 0 count as the least of the others.
+
+    Args:
+        std: scales.
+        bits: of a code.
+
+    Returns:
+        The rounded scales, float64, and their bytes.
     """
     most = (1 << bits) - 1
     least = std[std > 0].min() if bool((std > 0).any()) else std.new_tensor(TINY)

@@ -1,4 +1,4 @@
-"""What a codebook says of weights, by row: first its components, then its blended weights, then its outliers.
+"""Look up what weights are drawn from, by row: components first, then blended weights, then outliers.
 
 A row has the five numbers m, s, a, b, c that weights are drawn with; those of an outlier are μ, σ, 0, 0, 0.
 """
@@ -31,7 +31,12 @@ def rows_of(book: Book) -> Tensor:
 
 
 def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-    """Return (n,) from each column (R,); one by one is far faster than rows of five."""
+    """Return (n,) from each column (R,); one by one is far faster than rows of five.
+
+    Args:
+        columns: (R,) each.
+        rows: of every weight, (n,).
+    """
     if not (torch.is_grad_enabled() and rows.is_cuda):
         return [column.index_select(0, rows) for column in columns]
     # Whose gradient adds up in a fixed order, on a GPU too, unless a compiler has made something else of it.
@@ -55,7 +60,14 @@ def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> l
 
 
 def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | None = None) -> Tensor:
-    """Return one draw of every row, (R,), where components are drawn as a whole: ``cluster`` or ``cluster_hier``."""
+    """Return one draw of every row, (R,), where components are drawn as a whole.
+
+    Args:
+        book: the codebook.
+        sampling: ``cluster`` or ``cluster_hier``.
+        noise: see `Shared.noise_size`.
+        share: of the first component of each blended weight, (E,); that of the codebook by default.
+    """
     rest, single = noise.split([len(noise) - len(book.outlier), len(book.outlier)])
     m, s, a, b, c = _own(book)
     if sampling == "cluster":
@@ -68,7 +80,13 @@ def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | N
 
 
 def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of a weight by row, (R,) each, by the formulas of `Shared.std`."""
+    """Return mean and standard deviation of a weight by row, (R,) each, by the formulas of `Shared.std`.
+
+    Args:
+        book: the codebook.
+        sampling: how weights are drawn.
+        mixture: whether blended weights are mixtures.
+    """
     m, s, a, b, c = _own(book)
     means = torch.cat([m, *_mixed(book, [m]), book.outlier_mean])
     scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])

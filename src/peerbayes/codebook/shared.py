@@ -1,4 +1,4 @@
-"""Weights that share a codebook: a few Gaussians over (mean, scale), and outliers on their own."""
+"""Posterior whose weights share a codebook: few Gaussians over (mean, scale), and individual outliers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anch
 
 
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
-    """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
+    """Return whether a parameter is a weight, not a bias, of a convolution or linear layer: the default choice.
+
+    Args:
+        name: the parameter's.
+        module: that owns it.
+    """
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
 
 
@@ -50,13 +55,18 @@ def check_bits(bits: Any) -> int:
 
 
 def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return those of some parameters' names that `conv_and_linear_weights` chooses."""
+    """Return those of some parameters' names that `conv_and_linear_weights` chooses.
+
+    Args:
+        network: that has them.
+        names: of parameters.
+    """
     modules = dict(network.named_modules())
     return [name for name in names if conv_and_linear_weights(name, modules[name.rpartition(".")[0]])]
 
 
 class Shared(Posterior):
-    """Inliers w_i have the distribution of their component k, outliers one of their own, N(μ_i, σ_i²).
+    """Posterior of weights that share a codebook: inliers follow their component, outliers their own N(μ_i, σ_i²).
 
     A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
     ``sampling`` a draw is:
@@ -87,6 +97,17 @@ class Shared(Posterior):
         start_from: a trained network to take all other tensors from.
         seed: with ``name``, where its draws in predictions live.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField, Shared
+        >>> from peerbayes.codebook import Sharing, share
+        >>> network = torch.nn.Linear(32, 32)
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> book, _ = share(MeanField(network), options, gradient=None)
+        >>> posterior = Shared(network, book)
+        >>> posterior.counts()["components"], posterior.draw(Address(0))["weight"].shape
+        (8, torch.Size([32, 32]))
     """
 
     kind: ClassVar[str] = "shared"
@@ -206,13 +227,13 @@ class Shared(Posterior):
 
     @property
     def used(self) -> Tensor:
-        """Which components any weight has, a mask (K,)."""
+        """Which components have any weight, a mask (K,)."""
         labelled = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
         return labelled.index_fill(0, self.blend_component.flatten().long(), True)
 
     @torch.no_grad()
     def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Let components have gone into others, and take new ``parts``; every tensor stays where it is.
+        """Merge components into others, with new ``parts``; every tensor stays where it is.
 
         Args:
             into: the component, (K,), that each one's weights have from now on.
@@ -316,9 +337,14 @@ class Shared(Posterior):
         return of_rows([self._kl_by_row()], self._rows)[0]
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return Σ_k n_k KL_k + Σ_outliers KL_i; of whole components each counts once, and blended weights do not.
+        """Return Σ_k n_k KL_k + Σ_outliers KL_i in nats, a scalar.
 
-        ``layer_mean`` is Σ_l mean_{i∈l} KL_i, where every weight counts.
+        If components are drawn as a whole, each counts once, and blended weights do not. ``layer_mean`` is
+        Σ_l mean_{i∈l} KL_i, where every weight counts.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: not used.
         """
         if reduction != "sum":
             return super().kl(reduction, weights)
@@ -336,14 +362,22 @@ class Shared(Posterior):
     def end_epoch(
         self, moments: Mapping[str, Mapping[str, Tensor]], gradient: Callable[[str], Tensor | None]
     ) -> dict[str, Any]:
-        """Merge components that have come near each other, where that is wanted."""
+        """Merge components that have come near each other, if asked to.
+
+        Args:
+            moments: what the optimiser remembers, by parameter and by name.
+            gradient: mean gradient of a parameter, by its name.
+
+        Returns:
+            A log of the merging; empty without it.
+        """
         if self.merging is None:
             return {}
         slots = [slot for name in ("component", "cholesky") for slot in moments.get(name, {}).values() if slot.dim()]
         return {"merging": self.merging(self, slots, gradient("component"))}
 
     def counts(self) -> dict[str, int]:
-        """How many outliers, blended weights and components there are."""
+        """Return the numbers of outliers, blended weights and components."""
         return {
             "outliers": len(self.outlier),
             "blended": len(self.blended),
@@ -361,10 +395,14 @@ class Shared(Posterior):
         return {}  # a choice that is not the usual one is among the options
 
     def save(self, path: str | Path, anchors: bool = True) -> None:
-        """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone.
+        """Write the small file, atomically.
 
         Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
         the file, to the last bit.
+
+        Args:
+            path: of the file.
+            anchors: whether to keep what the prior is anchored at; a file without is smaller and only predicts.
         """
         check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)  # or nobody could read it
         self._tidy()
@@ -388,7 +426,14 @@ class Shared(Posterior):
     def unpacked(
         self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str, **how: bool
     ) -> Mapping[str, Tensor]:
-        """Return what `load_state` takes, of a file's tensors and description."""
+        """Return what `load_state` takes, from a file's tensors and description.
+
+        Args:
+            tensors: of the file.
+            about: its description.
+            origin: its path, for errors.
+            how: ``means_alone``, see `peerbayes.codebook.file.unpacked`.
+        """
         try:
             return unpacked(tensors, about, self, **how)
         except InputError as error:
@@ -408,7 +453,12 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior, whose codebook may have had another size."""
+        """Copy what `state` returned into this posterior, whose codebook may have had another size.
+
+        Args:
+            tensors: by name.
+            origin: where they come from, for errors.
+        """
         before = self._book()
         for name, tensor in before.items():
             given = tensors.get(f"codebook/{name}")

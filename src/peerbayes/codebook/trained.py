@@ -1,4 +1,4 @@
-"""Merging of components between epochs, while they are trained."""
+"""Merge components between epochs, while they are trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peerbayes.math.gaussians import Components
 def merge_trained(
     posterior: Shared, moments: Iterable[Tensor] = (), gradient: Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Merge components of shared weights that have come near each other, in place; return the log of `merge`.
+    """Merge components of shared weights that have come near each other, in place.
 
     No tensor changes its shape or moves, so that optimisers, checkpoints and a captured step go on with it: what has
     gone into another component stays behind without weights until the posterior is saved. The points that
@@ -34,6 +34,20 @@ def merge_trained(
             the sum of its members', and so is what is remembered of it.
         gradient: mean gradient of the loss by (mean, scale) of the components, (K, 2); None opens its gate.
         options: of `merge`.
+
+    Returns:
+        The log of `merge`.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField, Shared
+        >>> from peerbayes.codebook import Sharing, merge_trained, share
+        >>> network = torch.nn.Linear(32, 32)
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> posterior = Shared(network, share(MeanField(network), options, gradient=None)[0])
+        >>> log = merge_trained(posterior, distance=1.0, spread_gate=1.0)
+        >>> log["before"], log["after"]
+        (8, 1)
     """
     size, used = len(posterior.component), posterior.used
     single = torch.cat([posterior.blended, posterior.outlier])
