@@ -1,4 +1,4 @@
-"""Posteriors: what is known about a network's weights."""
+"""Posteriors: distributions over a network's weights."""
 
 from typing import Any
 

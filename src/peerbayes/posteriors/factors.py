@@ -1,4 +1,4 @@
-"""Layers that multiply what comes in and what goes out by factors, a pair for each member: s ⊙ (W ∗ (r ⊙ x)) + b."""
+"""Multiply the inputs and outputs of layers by factors, a pair for each member: s ⊙ (W ∗ (r ⊙ x)) + b."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ NEAR = 0.05  # of rows' spread; rows in another order are off by about the whole
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight with factors r and s: the modules that use it, its channels in and out, and how they lie in it."""
+    """A weight with factors r and s.
+
+    Attributes:
+        weight: its name.
+        modules: names of the modules that use it.
+        into: channels in.
+        out: channels out.
+        groups: groups of a convolution.
+        transposed: whether its first axis are the channels in.
+    """
 
     weight: str
     modules: tuple[str, ...]
@@ -43,19 +52,29 @@ class Layer:
         return f"{prefix}r", f"{prefix}s"
 
     def products(self, r: Tensor, s: Tensor) -> Tensor:
-        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis), for r (K, into) and s (K, out)."""
+        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis).
+
+        Args:
+            r: (K, into).
+            s: (K, out).
+        """
         r, s = r.unflatten(1, (self.groups, -1)), s.unflatten(1, (self.groups, -1))
         rows, columns = (r, s) if self.transposed else (s, r)
         return (rows[:, :, :, None] * columns[:, :, None, :]).flatten(1, 2)
 
     def tensors(self, r: Tensor, s: Tensor) -> dict[str, Tensor]:
-        """Return what a call of the network takes for r (M, B, into) and s (M, B, out), by name."""
+        """Return the factors by the names that a call of the network takes them under.
+
+        Args:
+            r: (M, B, into).
+            s: (M, B, out).
+        """
         dots = [f"{prefix}." if prefix else "" for prefix in self.modules]
         return {f"{dot}factor_{letter}": factor for dot in dots for letter, factor in (("r", r), ("s", s))}
 
 
 def layers_of(posterior: Posterior) -> list[Layer]:
-    """Return the weights that get factors: chosen, and used by convolutions and linear layers alone."""
+    """Return the weights that get factors: those chosen, and used by convolutions and linear layers only."""
     users: dict[str, list[tuple[str, nn.Module, str]]] = {}
     inside = {id(m.out_proj) for m in posterior.network.modules() if isinstance(m, nn.MultiheadAttention)}
     for prefix, module in posterior.network.named_modules():
@@ -87,7 +106,12 @@ def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
 
 
 def attach(network: nn.Module, layers: Sequence[Layer]) -> None:
-    """Let modules multiply by factors that come by functional_call, like the weights; where none come, they do not."""
+    """Let modules multiply by factors that functional_call hands them; without any they compute as before.
+
+    Args:
+        network: whose modules they are.
+        layers: the weights with factors.
+    """
     for prefix in (prefix for layer in layers for prefix in layer.modules):
         module = network.get_submodule(prefix)
         module.register_parameter("factor_r", None)
@@ -97,7 +121,12 @@ def attach(network: nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def detach(network: nn.Module, layers: Sequence[Layer]) -> None:
-    """Undo `attach`."""
+    """Undo `attach`.
+
+    Args:
+        network: whose modules they are.
+        layers: the weights with factors.
+    """
     for module in (network.get_submodule(prefix) for layer in layers for prefix in layer.modules):
         del module.factor_r, module.factor_s
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -156,7 +185,7 @@ def check_rows(
     inputs: Tensor,
     run: Callable[[Tensor], Tensor],
 ) -> None:
-    """Refuse layers, features and logits whose rows do not come member by member when members share a batch.
+    """Check that rows of layers, features and logits come member by member when members share a batch.
 
     The network is run without factors, on a few rows of each member alone and on those of all members together. What a
     layer sees of them together must be what it sees of each alone, one after another. A network that draws random

@@ -1,4 +1,4 @@
-"""Named tensors laid end to end in one flat tensor."""
+"""Lay named tensors end to end in one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Layout:
-    """Where each named tensor lies in a flat tensor.
+    """Positions of named tensors in a flat tensor.
 
     Convolution weights (four axes) lie in channels-last order, so that their views have the memory format which
     the convolution kernels of CPUs and GPUs like best, at no cost. Names and shapes are those of the network.

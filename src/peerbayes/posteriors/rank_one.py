@@ -1,4 +1,4 @@
-"""Members that share their weights and differ by two factors a layer: BatchEnsemble, or a rank-1 Bayesian network."""
+"""Posterior of members that share weights and differ by two factors a layer: BatchEnsemble, or a rank-1 BNN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Merge = Literal["exact", "factor_mean"]
 
 
 class RankOne(Posterior):
-    """Members m = 1..M with weights W ∘ s_m r_mᵀ in every convolution and linear layer; all else is shared.
+    """Posterior of members m = 1..M with weights W ∘ s_m r_mᵀ in convolutions and linear layers; the rest is shared.
 
     A layer computes y = s_m ⊙ (W ∗ (r_m ⊙ x)) + b. ``mean`` holds W and b; ``deviations`` (M, total) holds r − 1 and
     s − 1 of all layers, so that weight decay pulls the factors to one; ``factor_layout`` says where (``conv.r``,
@@ -59,6 +59,15 @@ class RankOne(Posterior):
         start_from: a trained network to take W, biases, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial factors, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import RankOne
+        >>> student = RankOne(torch.nn.Linear(4, 3), members=5, factors="random").eval()
+        >>> student.forward_members(torch.zeros(2, 4))[0].shape
+        torch.Size([5, 2, 3])
+        >>> student.average()(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
     """
 
     kind: ClassVar[str] = "rank_one"
@@ -134,6 +143,12 @@ class RankOne(Posterior):
         """Return logits (M·B, C) and features (M·B, ...) of the named layers.
 
         Rows 0 to B − 1 are member 0's, and so on; a mean over the rows is (1/M) Σ_m ℓ_m.
+
+        Args:
+            inputs: (B, ...).
+            flat: the shared weights (size,).
+            extra: all factors (M, total), from `training_weights`.
+            layers: whose outputs are wanted.
         """
         assert extra is not None
         if self.members > 1 and not torch.compiler.is_compiling():  # before it compiles, a network has been tried
@@ -205,7 +220,7 @@ class RankOne(Posterior):
 
     @property
     def members(self) -> int:
-        """M."""
+        """Number of members M."""
         return self._members
 
     @property
@@ -220,7 +235,7 @@ class RankOne(Posterior):
 
     @property
     def noise_size(self) -> int:
-        """One number a Gaussian factor, for all members at once."""
+        """Numbers of noise in a draw: one a Gaussian factor, for all members at once."""
         return self.deviations.numel() if self.gaussian else 0
 
     def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -251,6 +266,11 @@ class RankOne(Posterior):
         """Average the probabilities of ``draws`` networks, by default of every member once.
 
         More draws than members say nothing new where the factors are points, and are not made; the average is one.
+
+        Args:
+            images: inputs, (N, ...).
+            draws: networks; by default one a member.
+            options: see `Posterior.predict`.
         """
         if draws is None or (draws > self.members and not self.gaussian):
             draws = self.members
@@ -275,9 +295,13 @@ class RankOne(Posterior):
     # ---- what is known --------------------------------------------------------------------------------------------
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return (1/M) Σ_m KL(q_m ‖ prior) over the factors, which is no less than the KL of the members' mixture.
+        """Return (1/M) Σ_m KL(q_m ‖ prior) over the factors, no less than the KL of the members' mixture, in nats.
 
-        ``layer_mean`` is Σ_l mean_{i∈l} over the vectors r and s of all layers. 0 for points. A scalar, in nats.
+        ``layer_mean`` is Σ_l mean_{i∈l} over the vectors r and s of all layers. 0 for points. A scalar.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: not used.
         """
         per_factor = self.kl_per_weight(weights)
         return per_factor.sum() if reduction == "sum" else torch.dot(per_factor, self._inverse_factor_sizes)
@@ -307,7 +331,7 @@ class RankOne(Posterior):
 
     @classmethod
     def varies(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether its members predict, and not their average."""
+        """Return whether its members predict, rather than their average."""
         return bool(options.get("predicts") != "average")
 
     def options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: safetensors with a digest, written atomically. Nothing is ever unpickled."""
+"""Write and read files that are whole or absent: safetensors with a digest, written atomically, never pickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` so that a reader sees the old file or the new one, also after a power cut."""
+    """Replace a file so that a reader sees the old one or the new one, also after a power cut.
+
+    Args:
+        path: the file; its folder is made.
+        data: the new content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -62,8 +67,14 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], first: int | None = None) -> None:
     """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both.
 
-    With ``first`` they lie in the file in the order given, which must keep each at a multiple of its item size, and so
-    many of them have a digest of their own: `read_first` reads them before the others have arrived.
+    With ``first`` the tensors lie in the file in the order given, which must keep each at a multiple of its item size,
+    and the first ones have a digest of their own: `read_first` reads them before the others have arrived.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        about: the description, JSON-ready.
+        first: number of tensors that come first.
     """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -121,7 +132,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors that `write` was told to put ``first``, of a file that may have arrived no further than these.
+    """Read the tensors that `write` put ``first``, of a file that may not have arrived any further.
 
     Raises:
         InputError: it has not arrived so far, is changed, or has no such tensors.
@@ -175,7 +186,7 @@ def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
-    """Return how many bytes of a file that `read` can read are its header, and how many each tensor has, in order."""
+    """Return the bytes of a file's header, and of each tensor in order, for a file that `read` can read."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -185,7 +196,7 @@ def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
 
 
 def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Read a network's tensors by name: a plain safetensors state dict (None), or the means of a posterior (its kind).
+    """Read a network's tensors by name, from a plain state dict (kind None) or a posterior's means (its kind).
 
     Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
     """
