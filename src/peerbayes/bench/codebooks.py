@@ -1,4 +1,4 @@
-"""Shared weights: making a codebook, draws, steps and predictions, against a mean-field posterior."""
+"""Time shared weights against a mean-field posterior: making a codebook, draws, steps and predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, in which order, and the record of it."""
+"""Run the benchmark: what is measured, in which order, and its record."""
 
 from __future__ import annotations
 
@@ -100,11 +100,19 @@ def run(
     reporter: Reporter,
     student: str | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure, and write the record after every measurement; return it with its path.
+    """Measure, and write the record after every measurement.
 
-    With ``only`` these figures are measured, and what else the file holds is kept if hardware, versions and settings
-    are the same. ``quick`` is hardly anything of everything. After ``budget`` seconds no measurement is started.
-    ``student`` is another network for the students and teachers of distillation.
+    Args:
+        device: where to measure; ``auto`` takes a GPU where there is one.
+        out: the record; by default ``results/bench-MACHINE.json``.
+        only: figures to measure; others that the file holds are kept if hardware, versions and settings are the same.
+        quick: smoke test: a few steps of every measurement.
+        budget: seconds after which no measurement is started.
+        reporter: is told each figure.
+        student: another network for the students and teachers of distillation.
+
+    Returns:
+        The record, and its path.
     """
     if budget is not None and not budget > 0:
         raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")

@@ -1,4 +1,4 @@
-"""The figures of a record: a function of what was timed alone."""
+"""Compute the figures of a record from what was timed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ SOURCES = {  # what a figure that is not timed itself is made of
 
 
 def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str, Any]:
-    """Return the figures, dotted keys as tables, and notes that say why one is None."""
+    """Return the figures, dotted keys as tables, and notes that say why one is None.
+
+    Args:
+        keys: of everything that can be timed.
+        measured: what was timed.
+        batch: images of a training step.
+    """
     flat: dict[str, Any] = {key: measured.get(key, {}).get("median") for key in keys}
     packed, predict = flat["packed3_epoch_s"], flat["predict_50x10k_s"]
     flat["bayesian_torch_step_ms"] = min((flat[key] for key in THEIRS if flat[key] is not None), default=None)
@@ -58,12 +64,23 @@ def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str,
 
 
 def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a figure is asked for by some names, or made of nothing but what is measured for them."""
+    """Return whether a figure is asked for, or made of nothing but what is measured for those asked for.
+
+    Args:
+        figure: its key.
+        only: keys asked for.
+        keys: of everything that can be timed.
+    """
     return set(needed(figure, keys)) <= {key for name in only for key in needed(name, keys)}
 
 
 def needed(name: str, keys: Sequence[str]) -> list[str]:
-    """Return what has to be timed for a figure, or for all figures below a name."""
+    """Return what has to be timed for a figure, or for all figures below a name.
+
+    Args:
+        name: a figure's key, or the beginning of several.
+        keys: of everything that can be timed.
+    """
     matching = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
     if not matching:
         raise InputError(f"there is no figure '{name}'{nearest(name, [*keys, *SOURCES, 'growth'])}")

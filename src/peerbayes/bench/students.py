@@ -1,4 +1,4 @@
-"""Distillation: steps of students, and predictions of their members."""
+"""Time distillation: steps of students, and predictions of their members."""
 
 from __future__ import annotations
 

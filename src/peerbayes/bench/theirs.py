@@ -1,4 +1,4 @@
-"""One Bayesian network alone, ours and bayesian-torch's."""
+"""Time training steps of one Bayesian network, ours and bayesian-torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch-norm folded into the layer before it, for prediction: one pass over the activations less for each.
+"""Fold batch-norm into the layer before it, for prediction: one pass over the activations less for each.
 
 In evaluation mode batch-norm is y = (x − m) s + b with s = γ / √(v + ε), so a convolution with weight W
 and bias c before it can use W s and (c − m) s + b instead. That is exact up to rounding. The scale s is laid out like
@@ -29,7 +29,7 @@ _FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, frozenset[str]]] =
 
 
 class Folded:
-    """A posterior's network without the batch-norm layers that can be folded away; for one prediction.
+    """A posterior's network without the batch-norm layers that can be folded away, for one prediction.
 
     Args:
         posterior: whose network it is.

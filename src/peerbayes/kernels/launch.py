@@ -1,7 +1,7 @@
-"""Predictions on a GPU: convolution + bias (+ residual) + ReLU in one pass over the activations, in half precision, and
-draws of shared weights in one pass over the weights.
+"""Launch GPU kernels for predictions: fused convolutions in half precision, and draws of shared weights.
 
-cuDNN does that well for many channels. For few its tiles are mostly empty: a ResNet's 16-channel layers run in half of
+Convolution + bias (+ residual) + ReLU is one pass over the activations, a draw one pass over the weights. cuDNN does
+the first well for many channels. For few its tiles are mostly empty: a ResNet's 16-channel layers run in half of
 cuDNN's time with the kernel below (H200, float16, 10,000 images of 32×32: 0.44 ms instead of 0.95 ms).
 """
 
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 
 class FusedConv(nn.Module):
-    """A convolution with what follows it: relu(conv(x) + bias + residual). Its parameters have the same names."""
+    """A convolution and what follows it: relu(conv(x) + bias + residual).
+
+    Its parameters have the names of the convolution's.
+    """
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class FusedConv(nn.Module):
 
 
 def can_fuse(module: nn.Module) -> bool:
-    """Return whether `FusedConv` can stand for a module."""
+    """Return whether `FusedConv` can replace a module."""
     return (
         isinstance(module, nn.Conv2d)
         and module.groups == 1
@@ -101,7 +104,7 @@ def draw_shared(columns: Sequence[Tensor], rows: Tensor, begin: Tensor, tiny: fl
 
 @contextlib.contextmanager
 def tried_kernels(wanted: bool = True) -> Iterator[None]:
-    """Let cuDNN try its kernels and take the fastest inside the block, unless it was told to be deterministic."""
+    """Let cuDNN time its kernels and take the fastest inside the block, unless it is set to be deterministic."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
     try:

@@ -1,4 +1,4 @@
-"""The convolution of few channels that `peerbayes.kernels.launch` launches; only imported where there is Triton."""
+"""Convolve images of few channels on a GPU, for `peerbayes.kernels.launch`; only imported where there is Triton."""
 # mypy: ignore-errors
 
 import triton

@@ -1,4 +1,4 @@
-"""A sweep's book-keeping: an Optuna study that many processes and machines may share.
+"""Keep a sweep's books: an Optuna study that many processes and machines may share.
 
 A setting is a trial. Settings of a grid are put into the study's queue, and taking one out is atomic, so no two
 processes train the same one; Optuna's own grid sampler may hand a setting out twice. What a process has taken is its
@@ -114,7 +114,7 @@ class Study:
                 )
 
     def claim(self, count: int) -> list[Claim]:
-        """Take up to ``count`` settings that nobody has taken; none when all that is left is done or in other hands."""
+        """Take up to ``count`` settings that nobody has taken; none if all that is left is finished or taken."""
         self._recover()
         claims: list[Claim] = []
         misses = 0
@@ -136,11 +136,22 @@ class Study:
         return claims
 
     def finish(self, claim: Claim, value: float, attributes: Mapping[str, Any]) -> None:
-        """Record what a setting is worth."""
+        """Record the value of a setting.
+
+        Args:
+            claim: the setting.
+            value: of the objective.
+            attributes: what else is known of it, JSON-ready.
+        """
         self._tell(claim, attributes, value=value)
 
     def fail(self, claim: Claim, reason: str) -> None:
-        """Record why a setting has no value; it is not tried again."""
+        """Record why a setting has no value; it is not tried again.
+
+        Args:
+            claim: the setting.
+            reason: a sentence.
+        """
         self._tell(claim, {"reason": reason}, value=None)
 
     def _tell(self, claim: Claim, attributes: Mapping[str, Any], value: float | None) -> None:
@@ -154,7 +165,7 @@ class Study:
         del self._mine[claim.number]
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Return the trials that count, one a setting: those that were given up or taken twice are left out."""
+        """Return the trials that count, one a setting, without those that were given up or taken twice."""
         trials = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
         # One that another process has asked for at this very moment has no setting yet.
         trials = [trial for trial in trials if "setting" in trial.user_attrs]
@@ -162,7 +173,7 @@ class Study:
         return sorted(by_setting.values(), key=lambda trial: trial.number)
 
     def close(self) -> None:
-        """Give back what was taken but not done, and leave."""
+        """Give back settings that were taken but not finished, and disconnect."""
         self._stop.set()
         self._heart.join()
         try:

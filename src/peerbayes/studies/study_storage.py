@@ -1,4 +1,4 @@
-"""The database of a sweep's study: reached with patience, by processes that may die."""
+"""Open the database of a sweep's study, which processes that may die share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEAT, GRACE = 20, 120  # seconds between two beats, and without one until a proc
 
 
 def require_optuna() -> None:
-    """Refuse where Optuna is not installed, and keep it quiet where it is."""
+    """Check that Optuna is installed, and make it quiet."""
     try:
         import optuna
     except ImportError:
@@ -39,7 +39,12 @@ def hide_password(url: str) -> str:
 
 @contextlib.contextmanager
 def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
-    """Turn whatever a database answers (and the errors ``others``) into one sentence."""
+    """Turn a database's errors into one sentence.
+
+    Args:
+        url: the database's address.
+        others: further errors to turn.
+    """
     import optuna
     import sqlalchemy.exc
 
@@ -56,7 +61,7 @@ def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
 
 
 class Worker:
-    """This process, for the others that use the sweep's folder: a file that is locked while it lives."""
+    """A process among those that use the sweep's folder: it holds a lock on a file while it lives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +76,7 @@ class Worker:
         return self.folder / f".worker-{token}"
 
     def is_dead(self, token: str) -> bool:
-        """Whether a worker of this machine and folder has ended; of others only their beat tells."""
+        """Return whether a worker of this machine and folder has ended; of others only their heartbeat tells."""
         path = self._path(token)
         if token in self._dead:
             return True
@@ -85,7 +90,7 @@ class Worker:
         return dead
 
     def close(self) -> None:
-        """Drop the lock."""
+        """Release the lock."""
         if self._file is not None:
             self._path(self.token).unlink(missing_ok=True)
             self._file.close()
@@ -104,6 +109,7 @@ def _lock(file: IO[str]) -> bool:
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
     # Heartbeats are new to Optuna, and it wants them used by its own loop; we beat by ourselves.
+    """Silence Optuna's warnings about heartbeats inside the block."""
     import optuna
 
     with warnings.catch_warnings():
@@ -113,6 +119,7 @@ def calm() -> Iterator[None]:
 
 
 def open_storage(url: str) -> optuna.storages.RDBStorage:
+    """Open a study's database; try again while another process creates its tables."""
     import optuna
 
     waiting = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
@@ -142,6 +149,13 @@ def _lock_before_reading(engine: sqlalchemy.Engine) -> None:
 
 
 def create_study(storage: optuna.storages.RDBStorage, name: str, maximise: bool) -> optuna.Study:
+    """Create a study, or load it if it exists.
+
+    Args:
+        storage: its database.
+        name: the study's.
+        maximise: whether larger values are better.
+    """
     import optuna
 
     with contextlib.suppress(optuna.exceptions.DuplicatedStudyError):
@@ -150,5 +164,6 @@ def create_study(storage: optuna.storages.RDBStorage, name: str, maximise: bool)
 
 
 def close_storage(storage: optuna.storages.RDBStorage) -> None:
+    """Close all connections to a study's database."""
     storage.remove_session()
     storage.engine.dispose()

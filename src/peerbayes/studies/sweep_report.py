@@ -1,4 +1,4 @@
-"""What a sweep has found: its settings as a table, and a figure of what the swept keys do."""
+"""Report a sweep: its settings as a table, and a figure of the objective against the swept keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LISTED = 30  # settings that a figure names, the best ones
 
 
 def sweep_table(sweep: Sweep) -> str:
-    """Return a sweep's settings as plain text: the best first, then what runs elsewhere and what failed."""
+    """Return a sweep's settings as plain text: the best first, then those running elsewhere, then those that failed."""
     keys = [axis.key for axis in sweep.axes]
     lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in FIGURES.items()))]
     for row in sweep.table:
@@ -54,7 +54,7 @@ def _lead(sweep: Sweep, best: Record, second: Record) -> str:
 
 
 def write_sweep_figure(sweep: Sweep) -> list[Path]:
-    """Draw a sweep into its folder; return the file's path, or nothing where no setting is finished."""
+    """Draw a sweep into its folder; return the file's path, or nothing if no setting is finished."""
     if sweep.best is None:
         return []
     path = sweep.folder / "sweep.png"
@@ -63,7 +63,7 @@ def write_sweep_figure(sweep: Sweep) -> list[Path]:
 
 
 def sweep_figure(sweep: Sweep) -> Figure:
-    """What the swept keys do to the objective on the validation split.
+    """Draw the objective on the validation split against the swept keys.
 
     One key: mean and standard error against its values, with a point a seed. Two keys that form a grid: a heat map of
     means. Otherwise the best settings by rank.

@@ -1,4 +1,4 @@
-"""Sweeps: settings of a recipe, trained over seeds and ranked by the validation split; the test split is left alone.
+"""Sweep: train settings of a recipe over seeds and rank them by the validation split; the test split is left alone.
 
 study.db              the Optuna study, unless another storage was named
 sweep.json            what was swept, on what, and the ranked table
@@ -45,7 +45,7 @@ HELD_OUT = 0.1  # of the training images, where neither the recipe nor the data 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found.
+    """Result of a sweep.
 
     Args:
         recipe: the recipe before any setting.
