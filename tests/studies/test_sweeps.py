@@ -614,8 +614,8 @@ TAKER = """
 from pathlib import Path
 from peerbayes.studies.space import Axis
 from peerbayes.studies.study import Study
-from peerbayes.studies.study_storage import require_optuna
-require_optuna()
+from peerbayes.studies.study_storage import check_optuna
+check_optuna()
 folder = Path(words[0])
 (folder / f"ready-{words[1]}").touch()
 while len(list(folder.glob("ready-*"))) < 3:

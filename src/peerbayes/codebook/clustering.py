@@ -91,7 +91,7 @@ def kmeans(
     if rounds < 0 or full < 0 or batch < 1:
         raise InputError(f"rounds, full and batch are {rounds}, {full} and {batch}: expected at least 0, 0 and 1.")
     points = points.double()
-    centres = _grown(_subset(points, max(batch, 32 * count), address.sub("seeds")), count)
+    centres = _split_centres(_subset(points, max(batch, 32 * count), address.sub("seeds")), count)
     if len(points) <= batch:
         return _lloyd(points, centres, rounds + full)
     seen = torch.zeros(count, dtype=torch.int64, device=points.device)
@@ -111,13 +111,13 @@ def _subset(points: Tensor, size: int, address: Address) -> Tensor:
     return points[noise.integers(address, len(points), size, points.device)]
 
 
-def _grown(points: Tensor, count: int) -> Tensor:
+def _split_centres(points: Tensor, count: int) -> Tensor:
     """Return ``count`` centres, split from one: see `kmeans`."""
     centres = points.mean(0, keepdim=True)
     while len(centres) < count:
-        centres = _relocated(*_moved(points, centres))
-        size, centres, covariance = _moved(points, centres)
-        largest, axis = _longest(covariance)
+        centres = _relocate(*_lloyd_step(points, centres))
+        size, centres, covariance = _lloyd_step(points, centres)
+        largest, axis = _principal_axis(covariance)
         more = min(max(1, len(centres) // 2), count - len(centres))
         chosen = (size * largest).argsort(descending=True, stable=True)[:more]
         lower, upper = _halves(centres[chosen], largest[chosen], axis[chosen])
@@ -128,25 +128,25 @@ def _grown(points: Tensor, count: int) -> Tensor:
 def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
     """Return the centres after steps of Lloyd, all but the last with a relocation."""
     for left in reversed(range(steps)):
-        size, moved, covariance = _moved(points, centres)
+        size, moved, covariance = _lloyd_step(points, centres)
         if left:
-            moved = _relocated(size, moved, covariance)
+            moved = _relocate(size, moved, covariance)
         if torch.equal(moved, centres):
             break
         centres = moved
     return centres
 
 
-def _moved(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _lloyd_step(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many points are nearest to each centre, and their moments; see `member_moments`."""
     return member_moments(points, nearest(points, centres).squeeze(1), centres)
 
 
-def _relocated(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
+def _relocate(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
     """Return the centres with those that are missed least where they gain most: see `kmeans`."""
     if len(centres) < 2:
         return centres
-    largest, axis = _longest(covariance)
+    largest, axis = _principal_axis(covariance)
     index = torch.arange(len(centres), device=centres.device)
     first, second = nearest(centres, centres, 2).unbind(1)
     other = torch.where(size > 0, torch.where(first == index, second, first), index)
@@ -171,7 +171,7 @@ def _halves(centres: Tensor, largest: Tensor, axis: Tensor) -> tuple[Tensor, Ten
     return centres - offset, centres + offset
 
 
-def _longest(covariance: Tensor) -> tuple[Tensor, Tensor]:
+def _principal_axis(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalue (at least 0) and its unit vector, shapes ``(K,)`` and ``(K, 2)``."""
     half = 0.5 * (covariance[:, 0, 0] - covariance[:, 1, 1])
     middle = 0.5 * (covariance[:, 0, 0] + covariance[:, 1, 1])
@@ -260,7 +260,7 @@ def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Ten
     that many in all, all of them. Nothing is of a component without weight.
     """
     present = (components.count > 0).nonzero().squeeze(1)
-    longest = _longest(components.covariance[present])[0].argsort(descending=True, stable=True)
+    longest = _principal_axis(components.covariance[present])[0].argsort(descending=True, stable=True)
     broad, others = present, present[:0]
     if len(present) > BROAD + NEAR:
         broad, others = present[longest[:BROAD]], present[longest[BROAD:]]

@@ -92,7 +92,7 @@ def shared_of(
     names = usually_shared(posterior.network, posterior.layout.shapes)
     shared = Shared(network, book, start_from=posterior, weights=names, seed=seed, name=name, **_drawn(options))
     shared = shared.to(posterior.device)
-    _warn_of_little(shared, name)
+    _warn_if_barely_shared(shared, name)
     shared.account = account
     shared.provenance = Provenance(posterior.digest(), posterior.provenance.depth)
     shared.merging = functools.partial(merge_trained, **merging) if options["merge_every_epoch"] else None
@@ -103,7 +103,7 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in DRAWN}
 
 
-def _warn_of_little(shared: Shared, name: str) -> None:
+def _warn_if_barely_shared(shared: Shared, name: str) -> None:
     """Tell where a file will hardly become smaller, because most of a network is not shared."""
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size

@@ -201,23 +201,23 @@ class Shared(Posterior):
         """Work out which row each weight has, how often each row counts, and its prior."""
         rows, components = rows_of(self), len(self.component)
         first = components + len(self.blended)  # row of an outlier
-        self._work_out("_rows", rows.int())
+        self._set_derived("_rows", rows.int())
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
         if self.sampling.startswith("cluster"):  # one latent number for all weights of a component
             single = torch.ones_like(count[first:])
             count = torch.cat([self.used.to(count.dtype), torch.zeros_like(count[components:first]), single])
-        self._work_out("_count", count)
+        self._set_derived("_count", count)
         # A standard normal number below it is as likely as the first of a blended weight's components.
-        self._work_out("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
+        self._set_derived("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
         anchors = {source: getattr(self, name) for name, source in ANCHORS.items()}
         wide = torch.full_like(self.anchor_outlier, self.prior_std)
         mean, std = moments(replace(self.codebook(), outlier_std=wide, **anchors), "moment", self.mixture)
         if self.prior == "normal":
             mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
-        self._work_out("_prior_mean", mean)
-        self._work_out("_prior_std", std)
+        self._set_derived("_prior_mean", mean)
+        self._set_derived("_prior_std", std)
 
-    def _work_out(self, name: str, tensor: Tensor) -> None:
+    def _set_derived(self, name: str, tensor: Tensor) -> None:
         """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
         buffer = getattr(self, name, None)
         if buffer is not None and buffer.shape == tensor.shape and buffer.device == tensor.device:

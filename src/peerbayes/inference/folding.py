@@ -237,13 +237,13 @@ def _foldable(posterior: Posterior) -> dict[str, str]:
             and isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             and len(before.users) == 1
             and calls[node.target] == calls[before.target] == 1
-            and _is_ours(posterior, str(before.target), str(node.target))
+            and _may_fold(posterior, str(before.target), str(node.target))
         ):
             pairs[str(before.target)] = str(node.target)
     return pairs
 
 
-def _is_ours(posterior: Posterior, layer: str, norm: str) -> bool:
+def _may_fold(posterior: Posterior, layer: str, norm: str) -> bool:
     # The layer's tensors must be drawn and the batch-norm's must not be; neither may be tied to others.
     drawn = posterior.layout.shapes
     others = posterior.rest_layout.shapes

@@ -11,7 +11,7 @@ from peerbayes.errors import InputError
 _SUM_TOLERANCE = 1e-2
 
 
-def checked_probabilities(probabilities: Tensor, name: str = "probabilities") -> Tensor:
+def check_probabilities(probabilities: Tensor, name: str = "probabilities") -> Tensor:
     """Return ``(N, C)`` probabilities in float64.
 
     Args:
@@ -34,7 +34,7 @@ def checked_probabilities(probabilities: Tensor, name: str = "probabilities") ->
     return values
 
 
-def checked_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *, normalised: bool = True) -> Tensor:
+def check_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *, normalised: bool = True) -> Tensor:
     """Return ``(..., N, C)`` log-probabilities in float64; −inf stands for probability 0.
 
     Args:
@@ -59,7 +59,7 @@ def checked_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *,
     return values
 
 
-def checked_labels(labels: Tensor, scores: Tensor) -> Tensor:
+def check_labels(labels: Tensor, scores: Tensor) -> Tensor:
     """Return ``(N,)`` labels as int64, on the device of the scores.
 
     Args:
@@ -81,7 +81,7 @@ def checked_labels(labels: Tensor, scores: Tensor) -> Tensor:
     return labels
 
 
-def checked_vector(values: Tensor, name: str) -> Tensor:
+def check_vector(values: Tensor, name: str) -> Tensor:
     """Return ``(N,)`` numbers in float64.
 
     Args:
@@ -99,7 +99,7 @@ def checked_vector(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def checked_bins(bins: int) -> int:
+def check_bins(bins: int) -> int:
     """Return the number of bins, which must be positive."""
     if bins < 1:
         raise InputError(f"bins: got {bins}; expected 1 or more")

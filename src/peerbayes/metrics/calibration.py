@@ -12,10 +12,10 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 from peerbayes.metrics._checks import (
-    checked_bins,
-    checked_labels,
-    checked_log_probabilities,
-    checked_probabilities,
+    check_bins,
+    check_labels,
+    check_log_probabilities,
+    check_probabilities,
     sorted_with_shared_ties,
 )
 
@@ -72,7 +72,7 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliab
         tensor([   nan,    nan, 0.5000, 1.0000], dtype=torch.float64)
     """
     confidence, correct = _confidence(probabilities, labels)
-    index = _equal_width_bin(confidence, checked_bins(bins), probabilities.dtype)
+    index = _equal_width_bin(confidence, check_bins(bins), probabilities.dtype)
     return _per_bin(confidence, correct, index, bins)
 
 
@@ -116,7 +116,7 @@ def adaptive_ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float
     """
     confidence, correct = sorted_with_shared_ties(*_confidence(probabilities, labels))
     count = len(confidence)
-    index = torch.arange(count) * checked_bins(bins) // count
+    index = torch.arange(count) * check_bins(bins) // count
     return _per_bin(confidence, correct, index, bins).error
 
 
@@ -182,7 +182,7 @@ def confidence_overall(probabilities: Tensor, levels: Sequence[float]) -> tuple[
         >>> mean, quantiles
         (0.625, tensor([0.5000, 0.7500], dtype=torch.float64))
     """
-    confidence = checked_probabilities(probabilities).amax(-1).cpu()
+    confidence = check_probabilities(probabilities).amax(-1).cpu()
     return float(confidence.mean()), _quantiles(confidence, levels)
 
 
@@ -213,8 +213,8 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
     lowest, highest = bounds
     if not 0 < lowest < highest < math.inf:
         raise InputError(f"bounds: got {bounds}; expected 0 < lowest < highest")
-    log_p = checked_log_probabilities(log_probabilities, normalised=False)
-    labels = checked_labels(labels, log_p)
+    log_p = check_log_probabilities(log_probabilities, normalised=False)
+    labels = check_labels(labels, log_p)
     lead = log_p - log_p.gather(1, labels[:, None])
     if bool(lead.isnan().any()) or bool(lead.isposinf().any()):
         raise InputError("log_probabilities: a label has −inf; expected a finite value, or no temperature helps")
@@ -254,8 +254,8 @@ def temper(log_probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    values = checked_probabilities(probabilities)
-    labels = checked_labels(labels, values)
+    values = check_probabilities(probabilities)
+    labels = check_labels(labels, values)
     confidence, predicted = values.max(-1)
     # Two numbers an image: binning them on the CPU is cheap and gives the same sums for every device.
     return confidence.cpu(), (predicted == labels).double().cpu()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_log_probabilities
+from peerbayes.metrics._checks import check_log_probabilities
 
 
 def pairwise_diversity(log_probabilities: Tensor) -> float:
@@ -25,7 +25,7 @@ def pairwise_diversity(log_probabilities: Tensor) -> float:
         >>> round(pairwise_diversity(peers.log()), 4)
         0.2079
     """
-    log_p = _checked_peers(log_probabilities)
+    log_p = _check_peers(log_probabilities)
     p = log_p.exp()
     lead = log_p - log_p.mean(0)
     # Probability 0 adds nothing, although its log difference may be infinite or undefined.
@@ -46,7 +46,7 @@ def disagreement_rate(log_probabilities: Tensor) -> float:
         >>> disagreement_rate(peers.log())
         0.5
     """
-    log_p = _checked_peers(log_probabilities)
+    log_p = _check_peers(log_probabilities)
     peers, _, classes = log_p.shape
     votes = torch.nn.functional.one_hot(log_p.argmax(-1), classes).sum(0)
     agreeing = (votes * (votes - 1)).sum(-1).double() / (peers * (peers - 1))
@@ -68,11 +68,11 @@ def probability_variance(log_probabilities: Tensor) -> float:
         >>> probability_variance(peers.log())
         1.0
     """
-    return float(_checked_peers(log_probabilities).exp().var(0).sum(-1).mean())
+    return float(_check_peers(log_probabilities).exp().var(0).sum(-1).mean())
 
 
-def _checked_peers(log_probabilities: Tensor) -> Tensor:
-    log_p = checked_log_probabilities(log_probabilities, 3)
+def _check_peers(log_probabilities: Tensor) -> Tensor:
+    log_p = check_log_probabilities(log_probabilities, 3)
     if len(log_p) < 2:
         raise InputError("log_probabilities: holds 1 peer; expected at least 2 in the first dimension")
     return log_p

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_vector
+from peerbayes.metrics._checks import check_vector
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -78,5 +78,5 @@ def fpr_at_tpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.85) -> floa
 
 
 def _sorted(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
-    inside, outside = checked_vector(scores_in, "scores_in"), checked_vector(scores_out, "scores_out")
+    inside, outside = check_vector(scores_in, "scores_in"), check_vector(scores_out, "scores_out")
     return inside.sort().values, outside.to(inside.device).sort().values

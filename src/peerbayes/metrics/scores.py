@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_labels, checked_log_probabilities, checked_probabilities
+from peerbayes.metrics._checks import check_labels, check_log_probabilities, check_probabilities
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
@@ -28,8 +28,8 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
         0.5
     """
-    values = checked_probabilities(probabilities)
-    labels = checked_labels(labels, values)
+    values = check_probabilities(probabilities)
+    labels = check_labels(labels, values)
     return float((values.argmax(-1) == labels).double().mean())
 
 
@@ -46,7 +46,7 @@ def nll(probabilities: Tensor, labels: Tensor) -> float:
         >>> round(nll(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])), 4)
         0.5108
     """
-    return _nll(checked_probabilities(probabilities).log(), labels)
+    return _nll(check_probabilities(probabilities).log(), labels)
 
 
 def nll_from_log(log_probabilities: Tensor, labels: Tensor) -> float:
@@ -62,7 +62,7 @@ def nll_from_log(log_probabilities: Tensor, labels: Tensor) -> float:
         >>> nll_from_log(torch.tensor([[-200.0, 0.0]]), torch.tensor([0]))
         200.0
     """
-    return _nll(checked_log_probabilities(log_probabilities), labels)
+    return _nll(check_log_probabilities(log_probabilities), labels)
 
 
 def brier(probabilities: Tensor, labels: Tensor) -> float:
@@ -78,8 +78,8 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
         >>> brier(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([0, 1]))
         0.3125
     """
-    values = checked_probabilities(probabilities)
-    truth = torch.nn.functional.one_hot(checked_labels(labels, values), values.shape[1])
+    values = check_probabilities(probabilities)
+    truth = torch.nn.functional.one_hot(check_labels(labels, values), values.shape[1])
     return float((values - truth).square().sum(-1).mean())
 
 
@@ -96,7 +96,7 @@ def soft_cross_entropy(probabilities: Tensor, soft_labels: Tensor) -> float:
         >>> round(soft_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.7, 0.3]])), 4)
         0.6931
     """
-    return _soft_cross_entropy(checked_probabilities(probabilities).log(), soft_labels)
+    return _soft_cross_entropy(check_probabilities(probabilities).log(), soft_labels)
 
 
 def soft_cross_entropy_from_log(log_probabilities: Tensor, soft_labels: Tensor) -> float:
@@ -112,11 +112,11 @@ def soft_cross_entropy_from_log(log_probabilities: Tensor, soft_labels: Tensor) 
         >>> soft_cross_entropy_from_log(torch.tensor([[-200.0, 0.0]]), torch.tensor([[0.5, 0.5]]))
         100.0
     """
-    return _soft_cross_entropy(checked_log_probabilities(log_probabilities), soft_labels)
+    return _soft_cross_entropy(check_log_probabilities(log_probabilities), soft_labels)
 
 
 def _nll(log_p: Tensor, labels: Tensor) -> float:
-    labels = checked_labels(labels, log_p)
+    labels = check_labels(labels, log_p)
     return -float(log_p.gather(1, labels[:, None]).mean())
 
 
@@ -125,6 +125,6 @@ def _soft_cross_entropy(log_p: Tensor, soft_labels: Tensor) -> float:
         raise InputError(
             f"soft_labels: got shape {tuple(soft_labels.shape)}; expected {tuple(log_p.shape)}, as the predictions"
         )
-    h = checked_probabilities(soft_labels, "soft_labels").to(log_p.device)
+    h = check_probabilities(soft_labels, "soft_labels").to(log_p.device)
     # 0 · log 0 is 0 here, where the product would be NaN.
     return -float(torch.where(h == 0, 0.0, h * log_p).sum(-1).mean())

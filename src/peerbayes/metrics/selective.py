@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_vector, sorted_with_shared_ties
+from peerbayes.metrics._checks import check_vector, sorted_with_shared_ties
 
 
 def retention_curve(
@@ -59,7 +59,7 @@ def aurc(uncertainty: Tensor, correct: Tensor) -> float:
 
 
 def _right_by_uncertainty(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    keys, right = checked_vector(uncertainty, "uncertainty"), checked_vector(correct, "correct")
+    keys, right = check_vector(uncertainty, "uncertainty"), check_vector(correct, "correct")
     if keys.shape != right.shape:
         raise InputError(f"correct: got {len(right)} values; expected {len(keys)}, as many as uncertainty")
     if not bool(((right == 0) | (right == 1)).all()):

@@ -86,7 +86,7 @@ def network(builder: Builder) -> Builder:
     return builder
 
 
-def _require_images(inputs: Inputs) -> None:
+def _check_images(inputs: Inputs) -> None:
     if inputs.tokens:
         raise InputError("the network is for images, but the data are texts")
     if not len(inputs.mean) == len(inputs.std) == inputs.shape[0]:
@@ -113,7 +113,7 @@ class Normalize(nn.Module):
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
-        _require_images(inputs)
+        _check_images(inputs)
         self.register_buffer("mean", torch.tensor(inputs.mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(inputs.std).view(1, -1, 1, 1))
 
@@ -160,9 +160,9 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
         import timm
     except ImportError:
         raise InputError(f"network 'timm/{name}' needs timm: pip install 'peerbayes[zoo]'") from None
-    _require_images(inputs)
+    _check_images(inputs)
     if not timm.is_model(name):
-        raise InputError(f"timm has no network '{name}'{_close(name, timm.list_models())}")
+        raise InputError(f"timm has no network '{name}'{_suggestion(name, timm.list_models())}")
     about = timm.get_pretrained_cfg(name)
     if about is not None and about.fixed_input_size:
         options["img_size"] = inputs.shape[1:]
@@ -178,7 +178,7 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
     return built.train()
 
 
-def _close(name: str, candidates: list[str]) -> str:
+def _suggestion(name: str, candidates: list[str]) -> str:
     text = nearest(name, candidates)
     return text if text.startswith("; did") else ""
 

@@ -13,7 +13,7 @@ from peerbayes.networks.registry import Inputs, network
 CHARACTERS = 70  # of the alphabet of Zhang et al. 2015
 
 
-def _require_texts(inputs: Inputs, name: str) -> None:
+def _check_texts(inputs: Inputs, name: str) -> None:
     if not inputs.tokens:
         raise InputError(f"network '{name}' is for texts, but the data are images")
 
@@ -55,21 +55,21 @@ class FastText(nn.Module):
 @network
 def fasttext(inputs: Inputs) -> nn.Module:
     """Return fastText with 10 dimensions, as in its paper, or those of the word vectors."""
-    _require_texts(inputs, "fasttext")
+    _check_texts(inputs, "fasttext")
     return FastText(inputs)
 
 
 @network
 def fasttext100(inputs: Inputs) -> nn.Module:
     """Return fastText with 100 dimensions, the default of its program, or those of the word vectors."""
-    _require_texts(inputs, "fasttext100")
+    _check_texts(inputs, "fasttext100")
     return FastText(inputs, 100)
 
 
 @network
 def fasttext_frozen(inputs: Inputs) -> nn.Module:
     """Return fastText of paper 2: fixed word vectors, a linear layer of 10 units, a linear head (3 k weights)."""
-    _require_texts(inputs, "fasttext_frozen")
+    _check_texts(inputs, "fasttext_frozen")
     if not inputs.dimension:
         raise InputError("network 'fasttext_frozen' needs word vectors: name a file of them as 'vectors' of the texts")
     return FastText(inputs, hidden=10, frozen=True)
@@ -128,14 +128,14 @@ class CharCNN(nn.Module):
 @network
 def charcnn(inputs: Inputs) -> nn.Module:
     """Return the character network with linear layers of 1,024 units; made for texts of 1,014 characters."""
-    _require_texts(inputs, "charcnn")
+    _check_texts(inputs, "charcnn")
     return CharCNN(inputs)
 
 
 @network
 def charcnn256(inputs: Inputs) -> nn.Module:
     """Return the character network of paper 2, with linear layers of 256 units (2 M weights for 300 characters)."""
-    _require_texts(inputs, "charcnn256")
+    _check_texts(inputs, "charcnn256")
     return CharCNN(inputs, units=256)
 
 

@@ -213,10 +213,10 @@ def check_rows(
         for module in network.modules():  # those that have others in them may call others of them in training
             if not any(module.children()):
                 stack.enter_context(evaluating(module))
-        _seen(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time
-        alone = [_seen(network, layers, captured, part, run) for part in parts]
-        whole = _seen(network, layers, captured, torch.cat(parts), run)
-        other = _seen(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
+        _record_rows(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time
+        alone = [_record_rows(network, layers, captured, part, run) for part in parts]
+        whole = _record_rows(network, layers, captured, torch.cat(parts), run)
+        other = _record_rows(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
     for name, calls_together in whole.items():
         calls = [calls_together, other.get(name, []), *(each.get(name, []) for each in alone)]
         if any(len(call) != len(calls_together) for call in calls) or not all(map(_in_order, *calls)):
@@ -245,7 +245,7 @@ class _Rows(NamedTuple):
         return cls(tensor.shape, rows[:, :: rows.shape[1] // NUMBERS + 1].nan_to_num().double())
 
 
-def _seen(
+def _record_rows(
     network: nn.Module, layers: Sequence[Layer], captured: Sequence[str], rows: Tensor, run: Callable[[Tensor], Tensor]
 ) -> dict[str, list[_Rows]]:
     """Return what comes into the layers, call by call, and what captured ones and the network return."""

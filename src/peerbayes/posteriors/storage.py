@@ -128,7 +128,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         InputError: the file is missing, truncated, changed, or not one of ours.
     """
     tensors, metadata = _read_any(path)
-    return tensors, _checked(path, tensors, metadata, metadata.get("digest"))
+    return tensors, _check_about(path, tensors, metadata, metadata.get("digest"))
 
 
 def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -152,7 +152,7 @@ def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(f"{path}: has not arrived as far as the tensors that come first") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
         raise InputError(f"{path}: no tensors come first in it that could be read by themselves") from None
-    return tensors, _checked(path, tensors, metadata, digest)
+    return tensors, _check_about(path, tensors, metadata, digest)
 
 
 def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:
+def _check_about(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:
     """Return the description of tensors that are what a digest says."""
     if "peerbayes" not in metadata:
         raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")

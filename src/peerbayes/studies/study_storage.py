@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BEAT, GRACE = 20, 120  # seconds between two beats, and without one until a process on another machine counts as dead
 
 
-def require_optuna() -> None:
+def check_optuna() -> None:
     """Check that Optuna is installed, and make it quiet."""
     try:
         import optuna

@@ -32,7 +32,7 @@ from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
 from peerbayes.studies.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.studies.study import Claim, Sampler, Study
-from peerbayes.studies.study_storage import hide_password, reaching, require_optuna
+from peerbayes.studies.study_storage import check_optuna, hide_password, reaching
 from peerbayes.training.reporters import Reporter
 
 Objective = Literal["nll", "accuracy", "ece"]
@@ -111,7 +111,7 @@ def sweep(
         precision: as in `train`.
         reporter: is told what happens; silent by default.
     """
-    require_optuna()
+    check_optuna()
     reporter, where = reporter or Reporter(), pick_device(device)
     if not seeds:
         raise InputError("a sweep needs at least one seed")

@@ -50,7 +50,7 @@ def weight_diversity(
         form: ``softplus``, or ``linear``, which never fades.
     """
 
-    def apart(other: str) -> Tensor:
+    def repulsion(other: str) -> Tensor:
         step.same_shapes(peer, other)
         elements = _weight_distance(step, peer, other, distance)
         if reduction == "layer_mean_sum":
@@ -64,7 +64,7 @@ def weight_diversity(
         step.note("distance", total)
         return _repel(scale * total, form)
 
-    return weight * step.average(peer, apart)
+    return weight * step.average(peer, repulsion)
 
 
 def _weight_distance(step: Step, peer: str, other: str, distance: str) -> Tensor:
@@ -129,7 +129,7 @@ def feature_diversity(
         form: ``softplus``, or ``linear``, which never fades.
     """
 
-    def apart(other: str) -> Tensor:
+    def repulsion(other: str) -> Tensor:
         if step.members(other) != step.members(peer):
             raise InputError(
                 f"compares rows, but peer '{peer}' has {step.members(peer)} members and '{other}' {step.members(other)}"
@@ -146,7 +146,7 @@ def feature_diversity(
             name, "conditional", lambda other_step: _conditional(other_step, name, layers, fusion, pool, kernel)
         )
 
-    value = weight * step.average(peer, apart)
+    value = weight * step.average(peer, repulsion)
     if fusion == "task" and distance == "kernel_kl":
         value = value + _task_loss(step, peer, layers)
     return value

@@ -42,7 +42,7 @@ class Lesson:
     weight: float
 
 
-def _sound(edges: list[Edge]) -> list[Edge]:
+def _check_edges(edges: list[Edge]) -> list[Edge]:
     if not edges:
         raise ValueError("an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out")
     seen: set[tuple[str, str]] = set()
@@ -58,7 +58,7 @@ def _sound(edges: list[Edge]) -> list[Edge]:
     return edges
 
 
-Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_sound)]
+Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_check_edges)]
 
 
 def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
@@ -116,7 +116,7 @@ def mutual(
     mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]
     if not mine:
         return step.labels.new_zeros((), dtype=torch.float32)
-    values = torch.cat([_values(step, peer, alike) for alike in _alike(mine)])
+    values = torch.cat([_losses(step, peer, alike) for alike in _grouped(mine)])
     if graph != "best_to_rest":
         return values.mean()
     losses = torch.stack([F.cross_entropy(step.logits(name).detach(), step.labels) for name in step.peers])
@@ -125,7 +125,7 @@ def mutual(
     return (values * teaches).sum()
 
 
-def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
+def _grouped(mine: Sequence[Lesson]) -> list[list[Lesson]]:
     """Return the lessons in groups that differ by the teacher alone; all in one where the graph has no options."""
     groups: list[list[Lesson]] = []
     for lesson in mine:
@@ -137,7 +137,7 @@ def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
     return groups
 
 
-def _values(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
+def _losses(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
     """Return what lessons alike cost their student, shape (lessons,)."""
     temperature, weight = alike[0].temperature, alike[0].weight
     log_q = (step.logits(peer) / temperature).log_softmax(-1)

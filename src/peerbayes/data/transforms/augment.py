@@ -150,11 +150,11 @@ def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, in
         tall, wide = max(1, round(math.sqrt(area / aspect))), max(1, round(math.sqrt(area * aspect)))
         if tall <= height and wide <= width:
             return int(numbers[-2] * (height - tall + 1)), int(numbers[-1] * (width - wide + 1)), tall, wide
-    tall, wide = _longest(height, width, RATIO)
+    tall, wide = _largest_box(height, width, RATIO)
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def _longest(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
+def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
     # Of a thin image no whole pixels may have that shape: then it is all of it.
     return min(height, round(width / ratio[0]) or height), min(width, round(height * ratio[1]) or width)
 
@@ -177,7 +177,7 @@ def _boxes(
     fits = (tall <= height) & (wide <= width)
     earliest = fits.int().argmax(dim=1, keepdim=True)
     some = fits.any(dim=1)
-    tallest, widest = _longest(height, width, ratio)
+    tallest, widest = _largest_box(height, width, ratio)
     tall = torch.where(some, tall.gather(1, earliest).squeeze(1), tallest)
     wide = torch.where(some, wide.gather(1, earliest).squeeze(1), widest)
     top = torch.where(some, (down.squeeze(1) * (height - tall + 1)).floor_(), (height - tallest) // 2)
@@ -226,7 +226,7 @@ def _grey(images: Tensor) -> Tensor:
     return LUMA[0] * images[:, :1] + LUMA[1] * images[:, 1:2] + LUMA[2] * images[:, 2:]
 
 
-def _turned(images: Tensor, turn: Tensor) -> Tensor:
+def _shift_hue(images: Tensor, turn: Tensor) -> Tensor:
     # The hue of HSV moved by ``turn`` (B,), a share of the circle; saturation and value stay.
     red, green, blue = images.split(1, dim=1)
     value = images.amax(1, keepdim=True)
@@ -288,7 +288,7 @@ def color_jitter(
     for now in (0, 1, 2):
         result = blend(result, now, before=True)
     if channels == 3:
-        result = _turned(result, factors[3])
+        result = _shift_hue(result, factors[3])
     for now in (1, 2, 3):
         result = blend(result, now, before=False)
     return result.to(images.dtype) if images.is_floating_point() else result.round_().to(images.dtype)

@@ -65,23 +65,23 @@ def _speckle_noise(x: Tensor, severity: int, source: Source) -> Tensor:
 # ---- blur ---------------------------------------------------------------------------------------------------------
 
 
-def _grow(x: Tensor) -> float:
+def _relative_size(x: Tensor) -> float:
     return min(x.shape[-2:]) / 32
 
 
-def _evenly(blurred_noise: Tensor, x: Tensor) -> Tensor:
+def _restore_strength(blurred_noise: Tensor, x: Tensor) -> Tensor:
     """Return noise as strong as in small images: a blur that is so much wider leaves so much less of it."""
-    return blurred_noise * max(1.0, _grow(x))
+    return blurred_noise * max(1.0, _relative_size(x))
 
 
 def _gaussian_blur(x: Tensor, severity: int, _: Source) -> Tensor:
-    return blurred(x, (0.4, 0.6, 0.7, 0.8, 1.0)[severity] * _grow(x))
+    return blurred(x, (0.4, 0.6, 0.7, 0.8, 1.0)[severity] * _relative_size(x))
 
 
 def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
     # The pixels of a disc, softened by a Gaussian of that width (over neighbours only, in images of 32 pixels).
     radius, soft = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity]
-    radius, soft, near = radius * _grow(x), soft * _grow(x), max(1, round(_grow(x)))
+    radius, soft, near = radius * _relative_size(x), soft * _relative_size(x), max(1, round(_relative_size(x)))
     reach = int(radius) + near
     along = torch.arange(-reach, reach + 1, device=x.device, dtype=x.dtype)
     disc = (along[:, None].square() + along.square() <= radius**2).to(x.dtype)
@@ -94,7 +94,7 @@ def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
 def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     # Between two slight blurs each pixel, borders apart, shows itself or a neighbour above or on the left.
     sigma, times = ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2))[severity]
-    sigma, reach = sigma * _grow(x), max(1, round(_grow(x)))
+    sigma, reach = sigma * _relative_size(x), max(1, round(_relative_size(x)))
     x = blurred(x, sigma)
     height, width = x.shape[-2:]
     rows, columns = places(x)
@@ -110,7 +110,7 @@ def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
 def _motion_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     radius, sigma = ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5))[severity]
     angle = (source.uniform("angle") * 2 - 1) * (math.pi / 4)
-    return streaked(x, angle, sigma * _grow(x), 2 * math.ceil(radius * _grow(x)) + 1)
+    return streaked(x, angle, sigma * _relative_size(x), 2 * math.ceil(radius * _relative_size(x)) + 1)
 
 
 def _zoom_blur(x: Tensor, severity: int, _: Source) -> Tensor:
@@ -137,18 +137,18 @@ def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
         half = step // 2
         corners = whole[..., ::step, ::step]
         pairs = corners + corners.roll(-1, 2)
-        whole[..., half::step, half::step] = _middle(source, f"squares{step}", pairs + pairs.roll(-1, 3), strength)
+        whole[..., half::step, half::step] = _midpoints(source, f"squares{step}", pairs + pairs.roll(-1, 3), strength)
         middles = whole[..., half::step, half::step]
         upper = middles + middles.roll(1, 2) + corners + corners.roll(-1, 3)
         left = middles + middles.roll(1, 3) + corners + corners.roll(-1, 2)
-        whole[..., ::step, half::step] = _middle(source, f"upper{step}", upper, strength)
-        whole[..., half::step, ::step] = _middle(source, f"left{step}", left, strength)
+        whole[..., ::step, half::step] = _midpoints(source, f"upper{step}", upper, strength)
+        whole[..., half::step, ::step] = _midpoints(source, f"left{step}", left, strength)
         step, strength = half, strength / decay**2
     low, high = whole.amin((1, 2, 3), keepdim=True), whole.amax((1, 2, 3), keepdim=True)
     return ((whole - low) / (high - low))[..., :height, :width]
 
 
-def _middle(source: Source, stream: str, four: Tensor, strength: float) -> Tensor:
+def _midpoints(source: Source, stream: str, four: Tensor, strength: float) -> Tensor:
     """Return the means of four neighbours each, from their sums, with noise."""
     return four / 4 + strength * (2 * source.uniform(stream, *four.shape[1:]) - 1)
 
@@ -188,10 +188,10 @@ def _snow(x: Tensor, severity: int, source: Source) -> Tensor:
         (0.30, 0.3, 1.25, 0.65, 14, 12.0, 0.80),
     )[severity]
     flakes = mean + deviation * source.normal("flakes", 1, *x.shape[-2:])
-    flakes = zoomed(flakes, max(1.0, size * _grow(x)))
+    flakes = zoomed(flakes, max(1.0, size * _relative_size(x)))
     flakes = torch.where(flakes < least, 0.0, flakes.clamp(0, 1))
     angle = -(0.25 + 0.5 * source.uniform("angle")) * math.pi
-    flakes = streaked(flakes, angle, sigma * _grow(x), 2 * math.ceil(radius * _grow(x)) + 1)
+    flakes = streaked(flakes, angle, sigma * _relative_size(x), 2 * math.ceil(radius * _relative_size(x)) + 1)
     grey = (x * _colour(x, *LUMA)).sum(1, keepdim=True) if x.shape[1] == 3 else x
     pale = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5)
     return pale + flakes + flakes.rot90(2, (2, 3))
@@ -209,10 +209,12 @@ def _spatter(x: Tensor, severity: int, source: Source) -> Tensor:
         (0.65, 0.1, 0.7, 0.69),
         (0.65, 0.1, 0.5, 0.68),
     )[severity]
-    liquid = mean + deviation * _evenly(blurred(source.normal("drops", 1, *x.shape[-2:]), sigma * _grow(x)), x)
+    liquid = mean + deviation * _restore_strength(
+        blurred(source.normal("drops", 1, *x.shape[-2:]), sigma * _relative_size(x)), x
+    )
     if severity < 3:
-        return x + 0.5 * _sheen(torch.where(liquid < least, 0.0, liquid), _grow(x)) * _colour(x, *_WATER)
-    cover = blurred((liquid > least).to(x.dtype), 0.6 * _grow(x))
+        return x + 0.5 * _sheen(torch.where(liquid < least, 0.0, liquid), _relative_size(x)) * _colour(x, *_WATER)
+    cover = blurred((liquid > least).to(x.dtype), 0.6 * _relative_size(x))
     cover = torch.where(cover < 0.8, 0.0, cover)
     return x + cover * (_colour(x, *_MUD) - x)
 
@@ -268,7 +270,7 @@ def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
     ]
     height, width = x.shape[-2:]
     side = 2 * (min(height, width) // 3)
-    moved = (source.uniform("corners", 3, 2) * 2 - 1) * (near * _grow(x))
+    moved = (source.uniform("corners", 3, 2) * 2 - 1) * (near * _relative_size(x))
     here, below, beside = moved.unbind(1)
     (a, c), (b, d) = ((to - here).div(side).unbind(1) for to in (below, beside))  # the map's matrix, less one
     a, d = a + 1, d + 1
@@ -280,8 +282,8 @@ def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
     x = sampled(x, top + d * down - b * right, left + a * right - c * down, "reflection")
     if strength == 0:
         return x
-    field = blurred(source.uniform("field", 2, height, width) * 2 - 1, sigma * _grow(x), 3.0, "mirror")
-    field = _evenly(field, x) * (strength * _grow(x))
+    field = blurred(source.uniform("field", 2, height, width) * 2 - 1, sigma * _relative_size(x), 3.0, "mirror")
+    field = _restore_strength(field, x) * (strength * _relative_size(x))
     return sampled(x, rows + field[:, 0], columns + field[:, 1], "reflection")
 
 
