@@ -151,7 +151,7 @@ def run(
             if late or (needs_gpu and not bench.on_gpu):
                 raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
             if VIT in names and VIT not in only and bench.plan.vit_width == Workload.vit_width and not bench.on_gpu:
-                raise InputError(f"left out: takes long on a CPU; --only {VIT} measures it")
+                raise InputError(f"left out: slow on a CPU; measure it with --only {VIT}")
             with torch.random.fork_rng([target] if bench.on_gpu else []):
                 result = measure()
         except Exception as error:  # whatever it is, the rest goes on

@@ -121,7 +121,7 @@ def share(
     points = torch.stack([mean[inside], std[inside]], 1).double()  # of those inside: with millions a copy counts
     left = len(inside)
     if not left:
-        raise InputError("all weights are outliers, by their means or gradients; raise threshold, or lower top")
+        raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")
     count = options.components or _components_for(left)
     if count > left:
         raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")

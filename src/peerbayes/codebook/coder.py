@@ -93,7 +93,7 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
     head = len(MAGIC) + DIGEST
     body = memoryview(data)[head:]
     if len(body) < 4 or data[: len(MAGIC)] != MAGIC:
-        raise InputError("index: not one of ours, or cut short (its first bytes are wrong)")
+        raise InputError("index: not written by peerbayes, or truncated (its first bytes are wrong)")
     if data[len(MAGIC) : head] != _digest(body, alphabet, parts):
         raise InputError("index: damaged, or made for other components or layers (its digest does not match)")
     # Whoever changes bytes can change the digest too: what follows trusts nothing.

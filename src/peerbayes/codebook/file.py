@@ -170,7 +170,7 @@ class _Reader:
     def take(self, name: str, dtype: torch.dtype, *shape: int | None) -> Tensor:
         """Return a tensor of this type and shape; None is any length."""
         if name not in self.left:
-            raise InputError(f"a file of shared weights is not complete: it has no '{name}'")
+            raise InputError(f"a file of shared weights is incomplete: it has no '{name}'")
         tensor = self.left.pop(name)
         fits = tensor.dim() == len(shape) and all(
             n in (None, length) for n, length in zip(shape, tensor.shape, strict=True)
@@ -211,7 +211,7 @@ def unpacked(
         means_alone: whether the tensors are those that come first, so that all scales are to be 1.
     """
     if about.get("network") != _digest(posterior):
-        raise InputError("holds shared weights of another network (names or shapes of its tensors differ)")
+        raise InputError("the shared weights belong to another network (names or shapes of tensors differ)")
     reader, small, sizes = _Reader(tensors), posterior.bits < EXACT, posterior.layout.sizes
     if small:
         grids = _grids(reader.take("grids", torch.float32, COLUMNS + 2 + len(sizes)))
@@ -244,7 +244,7 @@ def unpacked(
     if any(name.startswith("anchor/") for name in reader.left):
         anchors = {name: reader.take(f"anchor/{name}", torch.float32, *anchors[name].shape) for name in anchors}
     if reader.left:
-        raise InputError(f"a file of shared weights is damaged: it has a tensor '{next(iter(reader.left))}' too many")
+        raise InputError(f"a file of shared weights is damaged: unexpected tensor '{next(iter(reader.left))}'")
     book |= {f"anchor_{name}": tensor for name, tensor in anchors.items()}
     return fixed | {f"codebook/{name}": tensor for name, tensor in book.items()}
 

@@ -44,7 +44,7 @@ def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name
     blank = Shared(network, seed=seed, name=name, **_drawn(options))
     single = steepest(options["top"], blank.layout.size) if options["outliers"] else 0
     inside = blank.layout.size - single
-    words = f"there are only {inside} weights to share" + f", beside {single} outliers by their gradients" * (
+    words = f"there are only {inside} weights to share" + f", besides {single} outliers by their gradients" * (
         single > 0
     )
     if options["components"] > inside:

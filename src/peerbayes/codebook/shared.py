@@ -164,7 +164,7 @@ class Shared(Posterior):
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         check_bits(bits)
         if not self.layout.size:
-            raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
+            raise InputError(f"no parameter of {type(network).__name__} is chosen to be shared")
         self.seed, self.name = seed, name
         # Merges components at the end of every epoch, where that is wanted: of (self, moments, gradient) makes a log.
         self.merging: Callable[[Shared, list[Tensor], Tensor | None], dict[str, Any]] | None = None

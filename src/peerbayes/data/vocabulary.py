@@ -78,7 +78,7 @@ class TextOptions:
         if self.tokens != "words" and (self.ngrams > 1 or self.vectors):
             raise InputError(f"text: ngrams and vectors are for tokens = 'words', not for {self.tokens}")
         if (self.tokens == "pieces") != bool(self.tokenizer):
-            raise InputError("text: tokens = 'pieces' and tokenizer, a tokenizer.json, need each other")
+            raise InputError("text: set tokens = 'pieces' and tokenizer (a tokenizer.json) together, or neither")
         if self.ngrams > (self.length or LENGTHS["words"]):
             raise InputError(f"text: ngrams of {self.ngrams} words do not fit in texts of {self.length}")
 
@@ -165,8 +165,8 @@ class Vocabulary:
         for number in map(self._pieces.token_to_id, named):
             if number is not None:
                 return int(number)
-        raise InputError("data.text.tokenizer: has no piece for padding, neither '[PAD]' nor '<pad>', nor one that its "
-                         "own padding names (Tokenizer.enable_padding does)")  # fmt: skip
+        raise InputError("data.text.tokenizer: no padding token: expected '[PAD]', '<pad>' or one that its "
+                         "padding names (see Tokenizer.enable_padding)")  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return token numbers, int32 (N, width), padded with ``padding``.
@@ -235,11 +235,11 @@ class Vocabulary:
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read as a vocabulary ({error})") from None
         if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
-            raise InputError(f"{path}: expected a vocabulary with its digest; the file is damaged, or not one")
+            raise InputError(f"{path}: not a vocabulary, or damaged (its digest does not match)")
         try:
             return cls(**{**content, "words": tuple(content["words"])})
         except (KeyError, TypeError) as error:
-            raise InputError(f"{path}: is no vocabulary of this version ({error})") from None
+            raise InputError(f"{path}: not a vocabulary of this version ({error})") from None
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -279,7 +279,7 @@ def _read_tokenizer(path: str, length: int) -> str:
     except Exception as error:  # the library raises plain ones
         raise InputError(f"{path}: cannot be read as a tokenizer ({error})") from None
     if needed > length:
-        raise InputError(f"{path}: the tokenizer's own marks do not fit in texts of {length} pieces")
+        raise InputError(f"{path}: the tokenizer's special tokens do not fit in texts of {length} pieces")
     return content
 
 

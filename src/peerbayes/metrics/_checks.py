@@ -77,7 +77,7 @@ def check_labels(labels: Tensor, scores: Tensor) -> Tensor:
     labels = labels.to(scores.device, torch.int64)
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
-        raise InputError(f"labels: found {low if low < 0 else high}; expected values from 0 to {classes - 1}")
+        raise InputError(f"labels: got {low if low < 0 else high}; expected values from 0 to {classes - 1}")
     return labels
 
 

@@ -175,7 +175,7 @@ def loss_between(
     """
     for name in {*first, *second}:
         if name not in first or name not in second or first[name].shape != second[name].shape:
-            raise InputError(f"first, second: tensor '{name}' is not in both, or of another shape in one")
+            raise InputError(f"first, second: tensor '{name}' must be in both, with one shape")
     parts = _batches(posterior, data, batch_size)
     with evaluating(posterior):
         losses = []

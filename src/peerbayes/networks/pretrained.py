@@ -57,9 +57,11 @@ def starting_point(name: str, inputs: Inputs, path: Path) -> nn.Module | Path:
     tensors = {tensor for tensor in inner.state_dict() if not tensor.endswith("num_batches_tracked")}
     fresh = {f"{head}.{leaf}" for head in heads for leaf in ("weight", "bias")}
     for tensor in sorted(tensors - set(given) - fresh):
-        raise InputError(f"{path}: has no tensor '{tensor}'; is it of another network than timm/{name}?")
+        raise InputError(f"{path}: has no tensor '{tensor}'; does it belong to another network than timm/{name}?")
     for tensor in sorted(set(given) - set(inner.state_dict()) - fresh):
-        raise InputError(f"{path}: has a tensor '{tensor}' that timm/{name} has not; is it of another network?")
+        raise InputError(
+            f"{path}: has a tensor '{tensor}' that timm/{name} has not; does it belong to another network?"
+        )
     if inputs.shape[0] == 3:
         inputs = replace(inputs, mean=tuple(about.mean), std=tuple(about.std))
     return Normalized(inner, inputs)

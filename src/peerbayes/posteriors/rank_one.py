@@ -100,7 +100,7 @@ class RankOne(Posterior):
         if predicts not in ("average", "members"):
             raise InputError(f"predicts is {predicts!r}, expected 'average' or 'members'")
         if not spread >= 0:
-            raise InputError(f"spread is {spread}, expected a number that is not negative")
+            raise InputError(f"spread is {spread}, expected 0 or more")
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         self.seed, self.name = seed, name
@@ -110,7 +110,7 @@ class RankOne(Posterior):
         self.scale_gradients = scale_gradients
         self.layers = layers_of(self)
         if not self.layers:
-            raise InputError(f"no convolution or linear layer of {type(network).__name__} was chosen to get factors")
+            raise InputError(f"no convolution or linear layer of {type(network).__name__} is chosen to have factors")
         sizes = ((n, c) for layer in self.layers for n, c in zip(layer.names, (layer.into, layer.out), strict=True))
         self.factor_layout = Layout({n: torch.Size([c]) for n, c in sizes})
         self.deviations = nn.Parameter(self._initial(factors, spread))
@@ -208,7 +208,7 @@ class RankOne(Posterior):
     def member(self, number: int | Tensor) -> Weights:
         """Return the weights of one member, W ∘ s_m r_mᵀ, with Gaussian factors at their means."""
         if not isinstance(number, Tensor) and not 0 <= number < self.members:
-            raise InputError(f"there is no member {number}: they are 0 to {self.members - 1}")
+            raise InputError(f"there is no member {number}: expected 0 to {self.members - 1}")
         return self._pick(self.deviations, number)
 
     def _pick(self, deviations: Tensor, number: int | Tensor) -> Weights:

@@ -142,16 +142,16 @@ def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 + length:
-        raise InputError(f"{path}: its header has not arrived yet, or it is not a safetensors file")
+        raise InputError(f"{path}: the header is incomplete, or this is not a safetensors file")
     try:
         header = json.loads(data[8 : 8 + length])
         metadata = {key: str(value) for key, value in header.pop("__metadata__").items()}
         count, digest = metadata["first"].split(" ")
         tensors = _early(data[8 + length :], dict(itertools.islice(header.items(), int(count))))
     except EOFError:
-        raise InputError(f"{path}: has not arrived as far as the tensors that come first") from None
+        raise InputError(f"{path}: incomplete: it ends before the tensors that come first do") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
-        raise InputError(f"{path}: no tensors come first in it that could be read by themselves") from None
+        raise InputError(f"{path}: has no first tensors that can be read by themselves") from None
     return tensors, _check_about(path, tensors, metadata, digest)
 
 
@@ -201,7 +201,7 @@ def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
     """
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
-        raise InputError(f"{path}: pickled weights are not read; save them with safetensors.torch.save_file first")
+        raise InputError(f"{path}: pickled weights are not supported; save them with safetensors.torch.save_file")
     tensors, metadata = _read_any(path)
     if "peerbayes" not in metadata:
         return None, tensors

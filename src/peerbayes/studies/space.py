@@ -84,7 +84,7 @@ def _axis(item: str, recipe: Recipe) -> Axis:
         values = [float(value) for value in values]
     for value in values:
         if values.count(value) > 1:
-            raise InputError(f"--over {item}: a value stands there twice")
+            raise InputError(f"--over {item}: a value is given twice")
     return Axis(key, paths, tuple(values))
 
 

@@ -109,7 +109,7 @@ class Study:
         for key, value in wanted.items():
             if recorded.get(key) != value:
                 raise InputError(
-                    f"{where} is of another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
+                    f"{where} belongs to another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
                     "choose another --study, or another --out"
                 )
 

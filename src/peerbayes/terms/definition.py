@@ -125,7 +125,7 @@ def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -
     name = function.__name__
     packaged = _place(function)[0].startswith("peerbayes.")
     if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not packaged:
-        raise InputError(f"there is a term '{name}' already, which recipes are made of; choose another name")
+        raise InputError(f"term '{name}' exists already, and recipes use it; choose another name")
     parameters = inspect.signature(function).parameters.values()
     hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
     fields: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def find(name: str) -> Term:
     if ":" in name:
         registered = _BY_PLACE.get(_place(imported(name, "term")))
         if registered is None:
-            raise InputError(f"term '{name}' is not one: put @peerbayes.term above the function")
+            raise InputError(f"'{name}' is not a term: decorate the function with @peerbayes.term")
         return replace(registered, name=name)
     if name not in _TERMS:
         raise InputError(f"there is no term '{name}'{nearest(name, _TERMS)}")

@@ -44,14 +44,14 @@ class Lesson:
 
 def _check_edges(edges: list[Edge]) -> list[Edge]:
     if not edges:
-        raise ValueError("an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out")
+        raise ValueError("the graph is empty, so no peer would learn; set alpha = 0, or leave the term out")
     seen: set[tuple[str, str]] = set()
     for edge in edges:
         if edge.teacher == edge.student:
             raise ValueError(f"peer '{edge.teacher}' can't learn from itself")
         if (edge.teacher, edge.student) in seen:
             raise ValueError(
-                f"the edge from teacher '{edge.teacher}' to student '{edge.student}' stands there twice; to make it "
+                f"the edge from teacher '{edge.teacher}' to student '{edge.student}' is given twice; to make it "
                 "count more, give it a weight"
             )
         seen.add((edge.teacher, edge.student))
@@ -82,7 +82,7 @@ def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
 def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[str]) -> Lesson:
     for role in ("teacher", "student"):
         if edge[role] not in peers:
-            raise OptionError(f"graph: {role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
+            raise OptionError(f"graph: {role} '{edge[role]}' is not a peer{nearest(edge[role], peers)}")
     settings = {key: edge.get(key, value) for key, value in common.items()}
     return Lesson(edge["teacher"], edge["student"], **settings)
 

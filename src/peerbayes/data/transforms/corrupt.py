@@ -356,7 +356,7 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
         raise InputError(f"images have shape {tuple(images.shape)}: expected (N, 3, H, W) or (N, 1, H, W) of at least "
                          f"{_SMALLEST} pixels a side")  # fmt: skip
     if name == "saturate" and images.shape[1] == 1:
-        raise InputError("corruption 'saturate' changes colours, which grey images have not")
+        raise InputError("corruption 'saturate' needs colour images, but these are grey")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise InputError(f"images have type {images.dtype}: expected uint8, or float in [0, 1]")
     source = Source(address.sub(name), first, len(images), images.device)
