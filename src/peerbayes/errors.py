@@ -26,7 +26,7 @@ class InputError(ValueError):
 class UnknownPeer(InputError, KeyError):
     """A run has no peer of that name; also a `KeyError`, which mappings raise."""
 
-    __str__ = Exception.__str__  # a KeyError's would put quotes around the sentence
+    __str__ = Exception.__str__  # KeyError would quote the sentence
 
 
 class OptionError(InputError):

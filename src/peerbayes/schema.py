@@ -53,7 +53,7 @@ class Strict(Table):
             if key not in cls.model_fields:
                 text = f"has no key '{key}'{cls._hint(str(key), given)}"
                 raise PydanticCustomError("unknown_key", "{text}", {"text": text})
-        # TOML has no word for what is not given, so where that is the default "none" is the word.
+        # TOML has no null: "none" stands for None where that is the default.
         absent = {key for key, value in given.items() if value == "none" and cls.model_fields[key].default is None}
         return {key: None if key in absent else value for key, value in given.items()}
 
@@ -61,7 +61,7 @@ class Strict(Table):
     def _hint(cls, key: str, given: dict[str, Any]) -> str:
         near = nearest(key, cls.model_fields)
         absent = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
-        # Where a key that has to be there is not, an optional one that looks alike was hardly meant: all are listed.
+        # If a required key is missing, a similar optional key was hardly meant: list all keys.
         return near if not absent or any(f"'{name}'" in near for name in absent) else nearest("", cls.model_fields)
 
 
@@ -85,7 +85,7 @@ def _first_fault(error: ValidationError, given: Any) -> dict[str, Any]:
             inner = fault["ctx"]["fault"]
             faults[index] = {**inner, "loc": (*fault["loc"], *inner["loc"])}
 
-    # Unknown keys first: a misspelt key often causes the other faults. Of the forms that a value may have, the one that
+    # Unknown keys first: a misspelt key often causes the other faults. Of a union's branches, the one that
     # fitted furthest was meant.
     def rank(fault: Mapping[str, Any]) -> tuple[bool, int, bool]:
         return fault["type"] != "unknown_key", -len(_parts(fault, given)), fault["type"] != "value_error"
@@ -102,13 +102,13 @@ def _sentence(error: ValidationError, given: Any) -> str:
         return f"'{location}' is missing"
     message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
     text = f"{location}: " * bool(location) + message[0].lower() + message[1:]
-    # Sentences of our own name what was given; a whole table would drown the message.
+    # Our own sentences name the value; a whole table would drown the message.
     explicit = fault["type"] == "value_error" or isinstance(fault["input"], dict)
     return text if explicit else f"{text}, got {fault['input']!r}"
 
 
 def _parts(fault: Mapping[str, Any], given: Any) -> list[str]:
-    # The names of the forms that a value may have stand in pydantic's location, but are no keys that anybody can set.
+    # Pydantic's location also names the branches of unions, which are not keys.
     parts, node = [], given
     *before, last = fault["loc"] or (None,)
     for part in (*before, last):

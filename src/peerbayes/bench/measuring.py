@@ -122,7 +122,7 @@ def run(
     bench = Bench(target, plan if student is None else replace(plan, student=student))
     if student is not None:
         with torch.random.fork_rng([]):
-            networks.build(student, network_inputs(bench.data))  # what can't be had is told now
+            networks.build(student, network_inputs(bench.data))  # fail now if it cannot be built
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
     wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
@@ -154,7 +154,7 @@ def run(
                 raise InputError(f"left out: slow on a CPU; measure it with --only {VIT}")
             with torch.random.fork_rng([target] if bench.on_gpu else []):
                 result = measure()
-        except Exception as error:  # whatever it is, the rest goes on
+        except Exception as error:  # other measurements go on
             result = {key: {"failed": sentence(error)} for key in names}
         measured |= result
         record = write()

@@ -26,7 +26,7 @@ RATIOS = {
 for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
     RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
     RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
-SOURCES = {  # what a figure that is not timed itself is made of
+SOURCES = {  # what derived figures are computed from
     "bayesian_torch_step_ms": tuple(THEIRS),
     "packed_network_step_ms": ("packed3_epoch_s",),
     **RATIOS,

@@ -25,7 +25,7 @@ def steps(bench: Bench) -> Measured:
         try:
             step = _their_steps(bench, precision)
             setup = bench.seconds(partial(step, bench.plan.warm_up))
-        except Exception as error:  # theirs must not take ours with it
+        except Exception as error:  # a failure of theirs must not stop ours
             about[key] = {"failed": sentence(error)}
         else:
             ways[key] = step

@@ -27,7 +27,7 @@ from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 
 Measured = dict[str, dict[str, Any]]
-KIBS = 2**30 if sys.platform == "darwin" else 2**20  # of ru_maxrss in a GiB
+KIBS = 2**30 if sys.platform == "darwin" else 2**20  # units of ru_maxrss in a GiB
 
 
 class _Strict(Reporter):

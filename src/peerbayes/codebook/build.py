@@ -118,7 +118,9 @@ def share(
     lap("outliers")
 
     inside = (~alone).nonzero()[:, 0]
-    points = torch.stack([mean[inside], std[inside]], 1).double()  # of those inside: with millions a copy counts
+    points = torch.stack(
+        [mean[inside], std[inside]], 1
+    ).double()  # inliers only: with millions of weights a copy counts
     left = len(inside)
     if not left:
         raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")
@@ -140,7 +142,7 @@ def share(
     if options.em_steps:
         components = em(points, components, options.em_steps, BATCH, Address(seed, "sharing", "em"))
         labels = most_probable(points, components)
-        # By its weights from now on, not by its share of all: where components overlap these differ.
+        # Count weights from now on, not mixture shares: they differ where components overlap.
         components = replace(components, count=torch.bincount(labels, minlength=count).double())
         lap("em")
 
@@ -155,7 +157,7 @@ def share(
     log: dict[str, Any] = {}
     if options.merge.get("distance", 1) > 0 and len(components.mean) > 1:
         spread = components.covariance[:, 0, 0]
-        # The size of a centre's gradient, at most.
+        # An upper bound of the size of a centre's gradient.
         slope = None if gradient is None else summed(gradient[inside], labels, len(components.mean))
         components, mapping, log = merge(components, gradient=slope, spread=spread, **options.merge)
         labels = mapping[labels]
@@ -165,7 +167,7 @@ def share(
     pair, weight = blended.view(0, 2), torch.empty(0, 2, device=mean.device)
     if options.blend and len(components.mean) > 1:
         blended, pair, weight = blends(points, labels, components)
-        whole = (weight[:, 0] * SHARES).round() == SHARES  # all of one component, as shares are kept
+        whole = (weight[:, 0] * SHARES).round() == SHARES  # of a single component once shares are rounded
         labels[blended[whole]] = pair[whole, 0]
         blended, pair, weight = inside[blended[~whole]], pair[~whole], weight[~whole]
     lap("blending")
@@ -211,7 +213,7 @@ def _typical_variance(points: Tensor, part: Tensor) -> float:
     components = components_of(points, part, int(part.max()) + 1)
     variance = components.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
     wide = variance > 0
-    if not bool(wide.any()):  # each part is one point, whatever a bit is worth
+    if not bool(wide.any()):  # each part is a single point
         return float(points.var(0, correction=0).sum()) or 1.0
     return float((components.count[wide] @ variance[wide].log() / components.count[wide].sum()).exp())
 
@@ -254,7 +256,7 @@ def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, bat
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)
     address = Address(seed, posterior.name, "gradient statistic")
-    parts = order(len(split), address.sub("order")).split(batch_size)  # of one class the slopes would add up
+    parts = order(len(split), address.sub("order")).split(batch_size)  # in class order the gradients would add up
     with evaluating(posterior):
         for number, index in enumerate(parts):
             images, labels = split.batch(index, posterior.device)

@@ -32,8 +32,8 @@ from peerbayes.math.noise import Address
 # Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
 _HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
 
-# Of thousands of components only these many are looked at for a point by expectation-maximisation: those with the
-# longest axes, which reach far, and of the others those with the nearest means. All pairs of 11 million weights and
+# With thousands of components, EM considers only these many for a point: those with the
+# longest axes, which reach far, and among the others those with the nearest means. All pairs of 11 million weights and
 # 6000 components would be 67 billion.
 BROAD, NEAR = 96, 32
 

@@ -96,7 +96,7 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
         raise InputError("index: not written by peerbayes, or truncated (its first bytes are wrong)")
     if data[len(MAGIC) : head] != _digest(body, alphabet, parts):
         raise InputError("index: damaged, or made for other components or layers (its digest does not match)")
-    # Whoever changes bytes can change the digest too: what follows trusts nothing.
+    # Whoever changes bytes can change the digest too: trust nothing below.
     start = 4 + int.from_bytes(body[:4], "little")
     first = start + 8 * _lanes(size)
     if first > len(body) or (len(body) - first) % 4:
@@ -243,7 +243,7 @@ def _frequencies(weights: Floats, bits: int) -> Ints:
     used = np.flatnonzero(weights)
     unit = 62 - 2 * bits
     shares = np.floor(weights[used] / weights.sum() * 2.0 ** (bits + unit)).astype(np.int64)
-    excess = np.maximum(shares - (1 << unit), 0)  # what is left of the shares when every symbol has 1
+    excess = np.maximum(shares - (1 << unit), 0)  # shares beyond the 1 that every symbol has
     room = (1 << bits) - len(used)
     whole, rest = np.divmod(excess * room, excess.sum())
     whole[np.argsort(-rest, kind="stable")[: room - whole.sum()]] += 1

@@ -15,9 +15,9 @@ from peerbayes.codebook.rows import of_rows
 from peerbayes.kernels.launch import draw_shared
 from peerbayes.math.noise import normal_pieces, pieces
 
-TINY = 1e-30  # on a variance
+TINY = 1e-30  # added to a variance
 
-Pieces = Iterable[tuple[int, int, Sequence[Tensor]]]  # of noise, for the weights from one to before another
+Pieces = Iterable[tuple[int, int, Sequence[Tensor]]]  # (first, last, noise) of weights first .. last − 1
 
 
 def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from peerbayes.errors import InputError
 if TYPE_CHECKING:
     from peerbayes.codebook.shared import Shared
 
-EXACT = 32  # bits of a number that is not rounded
+EXACT = 32  # bits of numbers that are not rounded
 ANCHORED = ("component", "cholesky", "outlier")
 COLUMNS = 4  # s, a, b, c
 FIRST = ("grids", "fixed/", "means/")  # what makes a network
@@ -146,7 +146,7 @@ def _coded(symbols: Tensor, alphabet: int, parts: Sequence[int]) -> Tensor:
 
 
 def _padded(data: bytes) -> Tensor:
-    # To a multiple of eight, for the tensors after it; the last byte says by how many.
+    # Pad to a multiple of eight for the tensors after it; the last byte holds the number of padding bytes.
     more = 8 - len(data) % 8
     return torch.from_numpy(np.frombuffer(data + bytes(more - 1) + bytes([more]), np.uint8).copy())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 TINY, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 PER_OCTAVE = 8  # powers between a number and its double: neighbours differ by 9 %
 LEVELS = 127  # powers of each sign, which span 16 octaves
-# By single operations, which IEEE 754 rounds alike everywhere: a file is the same posterior on every machine.
+# Single operations, which IEEE 754 rounds alike everywhere: a file is the same posterior on every machine.
 ROOT = math.sqrt(math.sqrt(math.sqrt(2.0)))
 RATIOS = list(itertools.accumulate([1.0] + [ROOT] * (PER_OCTAVE - 1), operator.mul))
 
@@ -36,7 +36,7 @@ def to_multiples(values: Tensor, bits: int) -> tuple[Tensor, float]:
     largest = float(values.abs().max()) if values.numel() else 0.0
     mantissa, exponent = math.frexp(largest / most)
     step = math.ldexp(round(mantissa * 65536), exponent - 16)
-    step = step if step >= TINY else 1.0  # which float32 could not hold
+    step = step if step >= TINY else 1.0  # too small for float32
     codes = (values.double() / step).round().clamp(-most, most)
     return codes.to(torch.int8 if bits <= 8 else torch.int16), step
 

@@ -97,7 +97,7 @@ def _pairs(mean: Tensor, neighbours: int) -> Tensor:
     neighbour = nearest(mean, mean, min(neighbours + 1, size))
     index = torch.arange(size, device=mean.device).unsqueeze(1)
     other = neighbour != index
-    # Of many at one place the first ones are listed, perhaps without the component itself.
+    # Of many equal means the first ones are listed, perhaps without the component itself.
     other[:, -1] &= ~other.all(1)
     low, high = torch.minimum(neighbour, index)[other], torch.maximum(neighbour, index)[other]
     keys = torch.unique(low * size + high)

@@ -46,7 +46,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
     check_points("points", points)
     _check_labels(labels, len(points), count)
     order, size = by_label(labels, count)
-    # From any member: the offsets are then as small as the cluster, and their sum as exact.
+    # Start at any member: offsets are then as small as the cluster, and their sum as exact.
     mean = points[order[(size.cumsum(0) - size).clamp_max(len(points) - 1)]].double()
     mean = mean + averages(offsets(points, labels, mean, order), size)
     x, y = offsets(points, labels, mean, order)

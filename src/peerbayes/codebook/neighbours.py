@@ -11,7 +11,7 @@ from torch import Tensor
 from peerbayes.errors import InputError
 
 _LARGEST = 1e150  # whose square is still finite
-_NARROW, _WIDE = 4, 64  # candidates that are looked at together, at least and at most
+_NARROW, _WIDE = 4, 64  # least and most candidates searched together
 _STRIPS = 0.25  # of the square root of the number of centres, if both axes spread alike
 
 
@@ -56,11 +56,11 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class _Table:
-    """Centres sorted by strip and then along it, with ``width`` places at infinity between the strips."""
+    """Centres sorted by strip and then along it, with ``width`` positions at infinity between the strips."""
 
     axes: list[int]  # which coordinate of a point goes along the strips, and which one across
     width: int
-    rows: Tensor  # (places, 3, width): along, across and index of this place and those to the right
+    rows: Tensor  # (positions, 3, width): along, across and index of this position and those to the right
     along: Tensor  # (K,) sorted
     keys: Tensor  # (K,) strip · (K + 1) + rank along, sorted
     low: Tensor  # (S,) across, the lowest centre of each strip
@@ -97,7 +97,7 @@ def _search(points: Tensor, table: _Table, count: int) -> Tensor:
     size, strips = len(table.keys), len(table.low)
     rank = torch.searchsorted(table.along, along)
     home = (torch.searchsorted(table.low, across, right=True) - 1).clamp_min_(0)
-    # Finite, so that places at infinity are farther than "nothing kept yet".
+    # Finite, so that positions at infinity are farther than "nothing kept yet".
     kept = torch.full((len(along), count), torch.finfo(torch.float64).max, dtype=torch.float64, device=along.device)
     index = torch.full_like(kept, size)
     for step in range(strips):
@@ -120,7 +120,7 @@ def _search(points: Tensor, table: _Table, count: int) -> Tensor:
 def _scan(
     along: Tensor, across: Tensor, begin: Tensor, kept: Tensor, index: Tensor, table: _Table
 ) -> tuple[Tensor, Tensor]:
-    """Improve what is kept by the centres to the left of ``place`` in its strip, then by those from it on."""
+    """Improve what is kept by the centres to the left of ``begin`` in its strip, then by those from it on."""
     for first, step, edge in ((begin - table.width, -table.width, 0), (begin, table.width, -1)):
         active = torch.arange(len(begin), device=begin.device)
         start, x, y, best, which = first, along, across, kept, index

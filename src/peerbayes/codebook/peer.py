@@ -19,7 +19,7 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
 
-DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options that do not make the codebook
+DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options of `Shared`, not of how the codebook is made
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
@@ -88,7 +88,7 @@ def shared_of(
     gradient = gradient_statistic(posterior, split, seed=seed) if needed else None
     table = {field.name: options[field.name] for field in fields(Sharing)}
     book, account = share(posterior, Sharing(**table), gradient, seed)
-    # What is not Bayesian there has no scale, and is not shared.
+    # Deterministic parameters have no scale, and are not shared.
     names = usually_shared(posterior.network, posterior.layout.shapes)
     shared = Shared(network, book, start_from=posterior, weights=names, seed=seed, name=name, **_drawn(options))
     shared = shared.to(posterior.device)

@@ -12,7 +12,7 @@ from peerbayes.codebook.neighbours import check_points, nearest
 from peerbayes.errors import InputError
 
 MOST = 1 << 16  # centres
-MANY, NEAR = 1024, 8  # of so many centres, so many are looked at for each point, as long as none farther off can win
+MANY, NEAR = 1024, 8  # beyond MANY centres, only the NEAR nearest are compared, unless one farther off could win
 _CHUNK = 1 << 18
 
 
@@ -71,7 +71,7 @@ def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
     rows, columns = (places.amax(0) + 1).tolist()
     if not rows * columns < 1 << 53:  # float64 would not tell them apart
         return 1 << 53, torch.empty(0, dtype=torch.int64)
-    # By one number: unique rows take several times as long, and as much memory.
+    # As single numbers: unique rows take several times the time and memory.
     cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
     return len(cells), labels
 

@@ -20,9 +20,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 
-Numbers = dict[str, tuple[Tensor, int]]  # by place in a state: what is left of a tensor, and its bytes
+Numbers = dict[str, tuple[Tensor, int]]  # by name in a state: the rounded tensor, and its bytes
 
-SCALES = ("rho", "factor_rho")  # parts of a state that are scales, by way of softplus
+SCALES = ("rho", "factor_rho")  # parts of a state that are scales before softplus
 SCALE_BITS = (8, 4, 2, 1)
 NETWORK_BITS = 3  # of the smallest network
 CONSTANT = 4  # bytes of a grid's constant, float32
@@ -85,7 +85,7 @@ def _form(name: str, posterior: Posterior, *parts: Numbers) -> Form:
 def _means(posterior: Posterior, bits: int) -> Numbers:
     numbers = {}
     for key, tensor in _part(posterior, "mean"):
-        # A step for the channel of a bias is as large as the bias.
+        # For a bias, the step of its channel would take as many bytes as the bias.
         small = bits <= 8 and tensor.dim() > 1
         numbers[key] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
     return numbers

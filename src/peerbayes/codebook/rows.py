@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peerbayes.codebook.book import Codebook
     from peerbayes.codebook.shared import Shared
 
-    Book: TypeAlias = "Codebook | Shared"  # whose tensors have the same names
+    Book: TypeAlias = "Codebook | Shared"  # their tensors have the same names
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 
@@ -39,7 +39,7 @@ def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
     """
     if not (torch.is_grad_enabled() and rows.is_cuda):
         return [column.index_select(0, rows) for column in columns]
-    # Whose gradient adds up in a fixed order, on a GPU too, unless a compiler has made something else of it.
+    # An embedding's gradient adds up in a fixed order, on a GPU too, unless a compiler replaces it.
     return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
 
 
@@ -96,7 +96,7 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
         blended = torch.lerp(second, first, share) + share * (1 - share) * (mean - second_mean).square()
     elif sampling.startswith("cluster"):
         ((first, second),) = _pairs(book, [variance])
-        alone = book.blend_component[:, 0] == book.blend_component[:, 1]  # whose two draws are the same
+        alone = book.blend_component[:, 0] == book.blend_component[:, 1]  # its two draws are the same
         blended = torch.where(alone, first, share.square() * first + (1 - share).square() * second)
     else:
         blended = _sum_of_squares(_mixed(book, scales))

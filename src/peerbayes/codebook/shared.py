@@ -166,7 +166,7 @@ class Shared(Posterior):
         if not self.layout.size:
             raise InputError(f"no parameter of {type(network).__name__} is chosen to be shared")
         self.seed, self.name = seed, name
-        # Merges components at the end of every epoch, where that is wanted: of (self, moments, gradient) makes a log.
+        # Merges components after every epoch, if set: called with (self, moments, gradient), returns a log.
         self.merging: Callable[[Shared, list[Tensor], Tensor | None], dict[str, Any]] | None = None
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
@@ -175,7 +175,7 @@ class Shared(Posterior):
         self._take(codebook if codebook is not None else blank_codebook(self.layout.size, self.rest.device))
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
-        # The weights are those of the codebook; there are no means beside them.
+        # The codebook holds the weights; there are no means besides.
         del mean
         self.rest = nn.Parameter(rest)
 
@@ -392,7 +392,7 @@ class Shared(Posterior):
 
     @classmethod
     def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
-        return {}  # a choice that is not the usual one is among the options
+        return {}  # a choice other than the usual one is among the options
 
     def save(self, path: str | Path, anchors: bool = True) -> None:
         """Write the small file, atomically.
@@ -404,7 +404,9 @@ class Shared(Posterior):
             path: of the file.
             anchors: whether to keep what the prior is anchored at; a file without is smaller and only predicts.
         """
-        check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)  # or nobody could read it
+        check_codebook(
+            self.codebook(), self.layout.size, str(path), ascending=True
+        )  # a file that fails this could not be read
         self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:

@@ -59,7 +59,7 @@ def merge_trained(
     left, mapping, log = merge(now, gradient=slope, **options)
     if not log["merged"]:
         return log
-    # Each goes to the first of those that have become one, where the new one will be.
+    # Each component moves to the first of its group, where the merged one will be.
     places = used.nonzero()[:, 0]
     first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, places, "amin")
     into = torch.arange(size, device=used.device).index_copy(0, places, first[mapping])

@@ -30,14 +30,14 @@ from peerbayes.networks.registry import WordVectors
 
 Kind = Literal["words", "characters", "pieces"]
 
-# The paper lists the hyphen twice; its second place is never used.
+# The paper lists the hyphen twice; the second one is never used.
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789-,;.!?:'\"/\\|_@#$%^&*~`+-=<>()[]{}\n"
 UNKNOWN = 1
 LENGTHS: dict[Kind, int] = {"words": 64, "characters": 1014, "pieces": 128}
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _FIRST = 2  # number of the first word
-_CHUNK = 4096  # texts that are encoded at a time
+_CHUNK = 4096  # texts encoded at a time
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _read_tokenizer(path: str, length: int) -> str:
         raise
     except OSError as error:
         raise InputError(f"{path}: the tokenizer can't be read ({error.strerror})") from None
-    except Exception as error:  # the library raises plain ones
+    except Exception as error:  # the library raises plain exceptions
         raise InputError(f"{path}: cannot be read as a tokenizer ({error})") from None
     if needed > length:
         raise InputError(f"{path}: the tokenizer's special tokens do not fit in texts of {length} pieces")

@@ -55,5 +55,5 @@ class Referee:
         self.starts[here] = starts + new
         self.leader[here] = torch.where(new, now, leader)
         self.capital[here] = torch.where(new[:, None, None], torch.zeros_like(capital), capital)
-        # A leader that the average has left is not reported, whatever it won earlier.
+        # A class that no longer leads the average is not settled, whatever it won earlier.
         return done & ~new

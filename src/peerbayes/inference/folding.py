@@ -53,7 +53,7 @@ class Folded:
                     _FUSED[posterior.network] = _fused(posterior, self.network, self.pairs)
                 self.network, self.fused = _FUSED[posterior.network]
             if self.fused and self.network is not None:
-                # A trace has tensors of its own, and only those that are used: what is not drawn is handed in as well.
+                # A trace has its own tensors, and only those it uses: pass those that are not drawn as well.
                 self.used = {
                     f"{prefix}.{leaf}" if prefix else leaf
                     for prefix, module in self.network.named_modules()
@@ -117,7 +117,7 @@ def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[st
         return None, pairs
     bare = copy.deepcopy(posterior.network)
     for module, original in zip(bare.modules(), posterior.network.modules(), strict=True):
-        # One home: statistics, frozen parameters and devices may change.
+        # Share tensors with the original: statistics, frozen parameters and devices may change.
         module._buffers, module._parameters = original._buffers, original._parameters
     for norm in pairs.values():
         bare.set_submodule(norm, nn.Identity())
@@ -137,7 +137,7 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True  # else what is made of a buffer would be a constant
+    proxy_buffer_attributes = True  # otherwise results computed from a buffer would be constants
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -175,7 +175,7 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
             continue
         between = nodes[positions[node] : positions[after]]
         if any(_is_in_place(other, modules) for other in between if other not in gone.union(chain)):
-            continue  # the convolution moves to the place of its ReLU, and must see there what it saw before
+            continue  # the convolution moves to its ReLU, and its inputs must not change in between
         conv = modules[node.target]
         assert isinstance(conv, nn.Conv2d)
         traced.set_submodule(node.target, FusedConv(conv))
@@ -216,9 +216,9 @@ def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 def _foldable(posterior: Posterior) -> dict[str, str]:
     try:
-        # With the parameters in their places: a network may ask whether it has one.
+        # With its parameters in place: a network may check whether it has one.
         graph = fx.symbolic_trace(posterior.materialise()).graph
-    except Exception:  # a network that can't be traced, for whatever reason, is run as it is
+    except Exception:  # a network that cannot be traced is run unchanged
         return {}
     modules = dict(posterior.network.named_modules())
     calls: dict[object, int] = {}
@@ -233,7 +233,7 @@ def _foldable(posterior: Posterior) -> dict[str, str]:
         if (
             isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
             and norm.running_mean is not None
-            # Not linear layers: batch-norm may take another axis than their features' for the channels.
+            # Not linear layers: batch-norm may normalise another axis than their features.
             and isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             and len(before.users) == 1
             and calls[node.target] == calls[before.target] == 1

@@ -37,7 +37,7 @@ class FusedConv(nn.Module):
         assert isinstance(bias, Tensor)
         x, bias = x.to(weight.dtype), bias.to(weight.dtype)
         if x.dim() != 4 or not (residual is None or self._fits(x, weight, residual)):
-            # What is added is no image of the result's shape: a number, say, or a shift by channel.
+            # The residual has another shape: a number, say, or a shift by channel.
             return (F.conv2d(x, weight, bias, self.stride, self.padding) + (0 if residual is None else residual)).relu()
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
         if residual is not None:
@@ -120,7 +120,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, 
     result = torch.empty((count, out, tall, wide), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     total, terms = count * tall * wide, rows * columns * channels
     block, by_tap = 256 if out <= 16 else 128, terms > 64
-    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever its arguments are on
+    with torch.cuda.device_of(x):  # Triton launches on the current device, wherever its arguments live
         _kernel("small_conv")[(-(-total // block),)](
             x, weight, bias, result if residual is None else residual, result, total, height, width, tall, wide,
             CHANNELS=channels, OUT=out, OUT_PADDED=_power(out), ROWS=rows, COLUMNS=columns,

@@ -16,7 +16,7 @@ from torch import Tensor
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import along, check_pair
 
-_LARGE = 16.0  # from here on Stirling's series is exact in float64, below it the functions of torch lose no digits
+_LARGE = 16.0  # from here on Stirling's series is exact in float64; below, torch's functions lose no digits
 
 
 def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class _GaussianKL(torch.autograd.Function):
         rest = torch.where(excess.abs() < _SERIES, _minus_log1p(excess), far)
         del far
         squares = excess.square_() + ((mean_q - mean_p) / std_p).square_()
-        # Made anew: of a result that was changed in place, what torch 2.11 compiles has no gradient (pytorch#180642).
+        # A new tensor: torch 2.11 compiles a result modified in place without its gradient (pytorch#180642).
         return squares.mul_(0.5) + rest
 
     @staticmethod

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import scipy  # whose parts are loaded when they are used
+import scipy  # its submodules are imported on first use
 import torch
 from torch import Tensor
 

@@ -46,7 +46,7 @@ def _direction(tensor: Tensor, address: Address) -> Tensor:
         return torch.zeros_like(tensor)
     noise = normal(address, tensor.numel(), tensor.device).view(len(tensor), -1)
     scale = tensor.flatten(1).norm(dim=1) / noise.norm(dim=1)
-    # In the memory format of the weights, so that their sum has it too.
+    # In the memory format of the weights, so that their sum keeps it.
     return torch.empty_like(tensor).copy_((noise * scale[:, None]).view(tensor.shape))
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import scipy  # whose parts are loaded when they are used, which most commands never do
+import scipy  # its submodules are imported on first use, which most commands never reach
 
 from peerbayes.errors import InputError
 

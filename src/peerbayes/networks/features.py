@@ -70,7 +70,7 @@ def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Ten
 
         return hook
 
-    modules = {layer: find_layer(network, layer) for layer in layers}  # all are found before any gets a hook
+    modules = {layer: find_layer(network, layer) for layer in layers}  # look up all before hooking any
     handles = [module.register_forward_hook(keep(layer)) for layer, module in modules.items()]
     try:
         yield features

@@ -72,4 +72,4 @@ def _tensors(path: Path) -> dict[str, Tensor] | None:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in list(file.keys())}
     except (SafetensorError, OSError, ValueError):
-        return None  # whoever reads it will say what is wrong with it
+        return None  # whoever reads it reports what is wrong

@@ -170,7 +170,7 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
         built: nn.Module = timm.create_model(name, num_classes=inputs.classes, in_chans=inputs.shape[0], **options)
         with torch.no_grad():
             logits = built.eval()(torch.zeros(1, *inputs.shape))
-    except Exception as error:  # each network has checks of its own
+    except Exception as error:  # every network raises its own errors
         sides, why = "×".join(map(str, inputs.shape[1:])), " ".join(str(error).split()) or reason(error)
         raise InputError(f"network 'timm/{name}' can't be built for images of {sides} pixels: {why}") from None
     if not isinstance(logits, Tensor) or logits.shape != (1, inputs.classes):

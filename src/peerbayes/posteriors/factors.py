@@ -20,8 +20,8 @@ from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.network_state import evaluating, kept_buffers
 
-TRIED = 4  # rows a member of a trial
-NUMBERS = 1000  # of a row that are compared
+TRIED = 4  # rows of each member in a trial
+NUMBERS = 1000  # compared numbers of a row
 NEAR = 0.05  # of rows' spread; rows in another order are off by about the whole of it
 
 
@@ -140,7 +140,7 @@ def _scale_input(name: str, module: Any, given: tuple[Any, ...], named: dict[str
     r = module.factor_r
     if r is None:
         return None
-    x, *others = given or (named["input"],)  # as all of these layers call it
+    x, *others = given or (named["input"],)  # the name that all these layers use
     scaled = (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2)
     return ((scaled, *others), named) if given else ((), {**named, "input": scaled})
 
@@ -210,7 +210,7 @@ def check_rows(
         stack.enter_context(kept_buffers(network))
         stack.enter_context(torch.autocast(inputs.device.type, enabled=False))
         stack.enter_context(_WithoutDropout())
-        for module in network.modules():  # those that have others in them may call others of them in training
+        for module in network.modules():  # containers may choose their children by their mode
             if not any(module.children()):
                 stack.enter_context(evaluating(module))
         _record_rows(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time

@@ -118,7 +118,7 @@ class RankOne(Posterior):
         inverse = self.factor_layout.inverse_sizes().to(self.mean.device)
         self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
         attach(self.network, self.layers)
-        self._tried: set[Hashable] = set()  # what `_check_rows` has found to be right
+        self._tried: set[Hashable] = set()  # what `_check_rows` has accepted
 
     def _initial(self, factors: str, spread: float) -> Tensor:
         total, device = self.members * self.factor_layout.size, self.mean.device
@@ -151,7 +151,7 @@ class RankOne(Posterior):
             layers: whose outputs are wanted.
         """
         assert extra is not None
-        if self.members > 1 and not torch.compiler.is_compiling():  # before it compiles, a network has been tried
+        if self.members > 1 and not torch.compiler.is_compiling():  # a network is checked before it is compiled
             self._check_rows(inputs, layers)
         rows = torch.cat([prepared(inputs)] * self.members)
         pieces, tensors = self._pieces(extra), self.named(flat)
@@ -167,7 +167,7 @@ class RankOne(Posterior):
         what = (self.network.training, inputs.shape[1:], *captured)
         if what in self._tried or (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        # Not its own weights: of those that begin at 0, or alike, one could not tell what becomes of their rows.
+        # Perturbed weights: weights that are 0, or equal, would hide where rows go.
         tensors = {
             name: (tensor + 0.01 * normal(Address(0, name, "trial"), tensor.numel(), tensor.device).view(tensor.shape))
             for name, tensor in self.named(self.mean.detach()).items()
@@ -212,7 +212,7 @@ class RankOne(Posterior):
         return self._pick(self.deviations, number)
 
     def _pick(self, deviations: Tensor, number: int | Tensor) -> Weights:
-        if isinstance(number, Tensor):  # not an index, for which the host would wait
+        if isinstance(number, Tensor):  # indexing by a tensor would make the host wait
             chosen = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
         else:
             chosen = deviations[number % self.members].unsqueeze(0)
@@ -355,6 +355,6 @@ class RankOne(Posterior):
 
 
 def _with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
-    # The same values, exactly; tensor operations, which compilers and captures take as they are.
+    # Exactly the same values, by tensor operations that can be compiled and captured.
     fixed = tensor.detach()
     return fixed + factor * (tensor - fixed)

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}  # of files in order
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}  # of files whose tensors have a given order
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -38,7 +43,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # of the file that was asked for
+        raise OSError(error.errno, error.strerror, str(path)) from None  # name the file that was asked for
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -114,7 +119,7 @@ def _head(header: Mapping[str, Any]) -> bytes:
 
 
 def _ordered(data: bytes) -> bytes:
-    # safetensors writes its metadata in random order; equal contents shall be equal bytes.
+    # safetensors writes metadata in random order; equal contents must be equal bytes.
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -165,7 +170,9 @@ def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
         if end > len(data):
             raise EOFError
         part = bytearray(data[begin:end])
-        plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)  # it takes no empty one
+        plain = (
+            torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        )  # frombuffer refuses empty buffers
         tensors[name], offset = plain.view(about["shape"]), end
     return tensors
 

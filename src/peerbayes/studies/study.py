@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 Sampler = Literal["grid", "tpe"]
 
-_MISSES = 10  # proposals in vain
-_ABOUT = "peerbayes"  # the study's attribute that says what it is for
+_MISSES = 10  # proposals that were taken already, before giving up
+_ABOUT = "peerbayes"  # the study's attribute that describes the sweep
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Study:
 
     def _check(self, about: Mapping[str, Any], url: str) -> None:
         wanted = json.loads(json.dumps(about))
-        # Looked at in this order: a process that began a moment before writes what it is about, and then takes a trial.
+        # In this order: another process writes the description before it takes a trial.
         begun = bool(self._study.get_trials(deepcopy=False))
         recorded = self._study.user_attrs.get(_ABOUT)
         if recorded is None and not begun:
@@ -118,7 +118,7 @@ class Study:
         self._recover()
         claims: list[Claim] = []
         misses = 0
-        # A small space may hold nothing but what is running already: a sampler is not asked for ever.
+        # All settings of a small space may be running: do not ask the sampler forever.
         while len(claims) < count and misses < _MISSES and self._work_is_left():
             with calm():
                 self._study.sampler = self._sampler()
@@ -156,7 +156,7 @@ class Study:
 
     def _tell(self, claim: Claim, attributes: Mapping[str, Any], value: float | None) -> None:
         states = self._optuna.trial.TrialState
-        # A process that was suspended for long may find its setting in other hands; theirs is the same value.
+        # After a long suspension another process may have taken this setting; its value is the same.
         with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
             for key, attribute in attributes.items():
                 claim.trial.set_user_attr(key, attribute)
@@ -167,7 +167,7 @@ class Study:
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """Return the trials that count, one a setting, without those that were given up or taken twice."""
         trials = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
-        # One that another process has asked for at this very moment has no setting yet.
+        # A trial that another process is just asking for has no setting yet.
         trials = [trial for trial in trials if "setting" in trial.user_attrs]
         by_setting = {self._setting_of(trial): trial for trial in reversed(trials)}
         return sorted(by_setting.values(), key=lambda trial: trial.number)
@@ -186,7 +186,7 @@ class Study:
     def _sampler(self) -> optuna.samplers.BaseSampler:
         from optuna import samplers
 
-        # Seeded by the number of trials: a process that joins or goes on does not propose the first settings again.
+        # Seeded by the number of trials: a process that joins or resumes does not repeat the first settings.
         seed = Address(len(self._study.get_trials(deepcopy=False)), self.name, "sweep").key % 2**32
         return samplers.RandomSampler(seed) if self.grid else samplers.TPESampler(seed=seed)
 
@@ -210,7 +210,7 @@ class Study:
         return any(self.grid or trial.state in (states.WAITING, states.RUNNING) for trial in same)
 
     def _recover(self) -> None:
-        # Fails what the dead had taken and puts it back into the queue: of a grid, every setting that is nowhere.
+        # Fail the trials of dead processes and enqueue their settings; of a grid, every setting without a trial.
         states = self._optuna.trial.TrialState
         running = {t.number for t in self._study.get_trials(deepcopy=False, states=(states.RUNNING,))}
         with calm():
@@ -232,7 +232,7 @@ class Study:
         token = trial.user_attrs.get("worker")
         if token is not None:
             return self._worker.is_dead(token)
-        # A process that died between taking a trial and signing it: nobody beats for it.
+        # The process died between taking a trial and signing it: it has no heartbeat.
         begun = trial.datetime_start
         return begun is not None and datetime.datetime.now() - begun > datetime.timedelta(seconds=GRACE)
 
@@ -247,13 +247,13 @@ class Study:
         return trial.state == self._optuna.trial.TrialState.FAIL and "reason" not in trial.user_attrs
 
     def _setting_of(self, trial: optuna.trial.FrozenTrial) -> str:
-        # What a grid's queue did not hold, because somebody was faster, is about to be given up.
+        # A trial that did not come from a grid's queue is about to be given up.
         return _key(trial.user_attrs.get("setting", {} if self.grid else trial.params))
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
             for claim in list(self._mine.values()):
-                with contextlib.suppress(Exception):  # a beat that is lost does no harm; the next one counts
+                with contextlib.suppress(Exception):  # a lost heartbeat does no harm
                     self._storage.record_heartbeat(claim.trial._trial_id)
         self._storage.remove_session()
 

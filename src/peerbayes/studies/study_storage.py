@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.token = f"{platform.node()}-{secrets.token_hex(4)}"
-        self._dead: set[str] = set()  # whose files are gone; they may have had more than one trial
+        self._dead: set[str] = set()  # their files are gone, but they may have had several trials
         self._file: IO[str] | None = None
         if os.name == "posix":
             self._file = open(self._path(self.token), "w")  # noqa: SIM115 - it is locked until the end
@@ -108,7 +108,7 @@ def _lock(file: IO[str]) -> bool:
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    # Heartbeats are new to Optuna, and it wants them used by its own loop; we beat by ourselves.
+    # Optuna calls heartbeats experimental and expects its own loop; we send them ourselves.
     """Silence Optuna's warnings about heartbeats inside the block."""
     import optuna
 
@@ -129,7 +129,7 @@ def open_storage(url: str) -> optuna.storages.RDBStorage:
                 storage = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=GRACE)
             break
         except Exception as error:
-            # Another process makes the tables at this moment.
+            # Another process is creating the tables.
             if attempt == 4 or not re.search("already exists|UNIQUE|duplicate", str(error)):
                 raise
             time.sleep(0.2 * (attempt + 1))

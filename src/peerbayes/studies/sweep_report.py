@@ -17,7 +17,7 @@ from peerbayes.reports.tables import FIGURES, aligned, cell
 from peerbayes.studies.space import Axis, setting_title, shown
 from peerbayes.studies.sweeps import Sweep
 
-LISTED = 30  # settings that a figure names, the best ones
+LISTED = 30  # best settings that a figure names
 
 
 def sweep_table(sweep: Sweep) -> str:
@@ -86,7 +86,7 @@ def _values(sweep: Sweep, row: Record, scale: float) -> list[float]:
 
 
 def _error_bars(axes: Any, sweep: Sweep, rows: Sequence[Record], positions: Sequence[float], upright: bool) -> None:
-    # A grey point a seed; the mean in colour, the best one's in another and of another shape.
+    # A grey point for each seed and the mean in colour; the best setting differs in colour and shape.
     _, scale = _objective(sweep)
     for position, row in zip(positions, rows, strict=True):
         values = _values(sweep, row, scale)

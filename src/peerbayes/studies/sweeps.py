@@ -215,7 +215,7 @@ class _Trainer:
         errors: dict[int, TrainingError] = {}
         try:
             runs = self._train([job for _, job in jobs], errors)
-        except TrainingError as error:  # of what a peer starts from
+        except TrainingError as error:  # of the run that a peer starts from
             if len(claims) == 1:
                 self._fail(claims[0], str(error))
             else:
@@ -231,7 +231,7 @@ class _Trainer:
                 self._judge(claim, [runs[index] for index in indices])
 
     def _jobs(self, setting: Setting) -> list[Job]:
-        # Nobody looks at the test split, whatever the recipe says.
+        # The test split stays unused, whatever the recipe says.
         quiet = ["evaluation.test_every=0", "evaluation.last_epochs=0"]
         recipe = load_recipe(self.recipe, [*self.changes, *overrides(self.axes, setting), *quiet])
         return [Job(recipe, _run_folder(self.folder, setting, seed), seed) for seed in self.seeds]
@@ -241,7 +241,7 @@ class _Trainer:
             try:
                 return train_jobs(jobs, resume=True, reporter=self.reporter, errors=errors, **self.how)
             except InputError as error:
-                # Processes that share a folder share what their runs start from: one trains it, the others wait.
+                # Processes that share a folder share the parents of their runs: one trains them, the others wait.
                 if not str(error).endswith(OTHERS):
                     raise
                 time.sleep(1)

@@ -85,7 +85,7 @@ class Term:
 
 
 _TERMS: dict[str, Term] = {}
-_BY_PLACE: dict[tuple[str, str], Term] = {}  # by module and name there: two modules may have terms of one name
+_BY_PLACE: dict[tuple[str, str], Term] = {}  # by (module, name): two modules may have terms of one name
 
 
 @overload
@@ -127,7 +127,7 @@ def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -
     if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not packaged:
         raise InputError(f"term '{name}' exists already, and recipes use it; choose another name")
     parameters = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
+    hints = get_type_hints(function, include_extras=True)  # including the bounds in annotations
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:

@@ -74,7 +74,7 @@ def _note_diversity(step: Step, peer: str, members: int) -> None:
 
 def mean_pairwise_kl(log_p: Tensor) -> Tensor:
     """Return 1/(M (M − 1)) Σ_{i≠j} (1/B) Σ_b KL(p_i ‖ p_j) for log-probabilities (M, B, C)."""
-    # As `evaluation.pairwise_diversity`, but a tensor, for which the host need not wait.
+    # As `metrics.pairwise_diversity`, but a tensor, so that the host need not wait.
     return (log_p.exp() * (log_p - log_p.mean(0))).sum((0, -1)).mean() / (len(log_p) - 1)
 
 

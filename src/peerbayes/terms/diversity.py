@@ -19,7 +19,7 @@ Form = Literal["softplus", "linear"]
 
 
 def _repel(distance: Tensor, form: Form) -> Tensor:
-    # softplus(−D) fades as the peers part; the plain −D never does, which the paper warns of.
+    # softplus(−D) fades as peers grow different; −D never does, which the paper warns of.
     return F.softplus(-distance) if form == "softplus" else -distance
 
 

@@ -56,7 +56,7 @@ def value_at(number: float | Mapping[str, Any], epoch: float | Tensor) -> float 
     if number["schedule"] == "steps":
         value, *rest = number["values"]
         for when, after in zip(number["at"], rest, strict=True):
-            passed = (epoch >= when) * 1.0  # chosen by 0 and 1, not summed up: a step to 0 has to be exactly 0
+            passed = (epoch >= when) * 1.0  # multiplied by 0 or 1, not summed: a step to 0 must be exactly 0
             value = value * (1 - passed) + after * passed
         return value  # type: ignore[no-any-return]
     start, end = number["start"], number["end"]

@@ -231,7 +231,7 @@ class Step:
 
     def module(self, peer: str) -> nn.Module:
         """Return this term's trainable helper for its own peer; for another peer's results see `derived`."""
-        if peer != self._owner:  # a module cannot be handed out detached
+        if peer != self._owner:  # a module cannot be detached
             raise InputError(
                 f"peer '{self._owner}' asked for the helper of peer '{peer}'; use step.derived for what that "
                 "peer makes with it"

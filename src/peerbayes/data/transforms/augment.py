@@ -18,7 +18,7 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in the brightness, by ITU-R 601
 SCALE = (0.08, 1.0)  # areas of a random resized crop, as a share of the image
 RATIO = (3 / 4, 4 / 3)  # its width / height
 _TRIES = 10  # its candidates, before it falls back to the centre
@@ -155,7 +155,7 @@ def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, in
 
 
 def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
-    # Of a thin image no whole pixels may have that shape: then it is all of it.
+    # A thin image may have no box of that shape in whole pixels: then take all of it.
     return min(height, round(width / ratio[0]) or height), min(width, round(height * ratio[1]) or width)
 
 
@@ -270,7 +270,7 @@ def color_jitter(
     factors = [
         (noise.uniform(address.sub(name), count, device, first) * 2 - 1) * spread for name, spread in spreads.items()
     ]
-    # Each draws a place in the queue: the rank of its 64 bits.
+    # Random order: each change is ranked by its 64 random bits.
     queue = noise.bits(address.sub("order"), 4 * count, device, 4 * first).view(count, 4, 1)
     turn = (queue > queue.transpose(1, 2)).sum(2)  # (B, 4)
     hue_turn = turn[:, 3]
@@ -283,7 +283,7 @@ def color_jitter(
         base = mine[1] * grey.mean((2, 3), keepdim=True) + mine[2] * grey
         return (x + (x - base) * more).clamp(0, limit)
 
-    # An image has three blends, of which some are before its hue: the others leave it as it is.
+    # Of the three blends of an image some come before its hue; the others do nothing here.
     result = images.float()
     for now in (0, 1, 2):
         result = blend(result, now, before=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-_FEW = 16.0  # expected number up to which a Poisson number is counted out
+_FEW = 16.0  # largest rate at which the distribution function is summed
 
 
 @dataclass(frozen=True)

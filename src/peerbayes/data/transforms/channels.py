@@ -11,7 +11,7 @@ from torch import Tensor
 from peerbayes.data.splits import Split
 from peerbayes.data.transforms.augment import LUMA
 
-NUMBERS = 1 << 23  # numbers that are converted at a time
+NUMBERS = 1 << 23  # numbers converted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Recoloured:
             return images.expand(-1, 3, -1, -1).contiguous(), labels
         numel = self.split.batch(index[:1], device)[0].numel()
         grey, targets = [], []
-        for part in index.split(max(1, NUMBERS // max(1, numel))):  # as floats of three channels they are large
+        for part in index.split(max(1, NUMBERS // max(1, numel))):  # floats of three channels take much memory
             images, labels = self.split.batch(part, device)
             grey.append(_luma(images))
             targets.append(labels)

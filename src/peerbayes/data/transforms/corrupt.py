@@ -295,7 +295,7 @@ def _pixelate(x: Tensor, severity: int, _: Source) -> Tensor:
 
 def _boxes(size: int, fewer: int, device: torch.device) -> Tensor:
     """Return the matrix (size, size) that makes each pixel of a line the mean of those in its of ``fewer`` parts."""
-    twice = torch.arange(size, device=device) * 2 + 1  # the middles of the pixels, twice as far
+    twice = torch.arange(size, device=device) * 2 + 1  # twice the centres of the pixels
     mine = (twice * fewer + 2 * size - 1) // (2 * size) - 1  # a middle between two parts is averaged in the first ...
     shown = twice * fewer // (2 * size)  # ... and shows the second
     chosen = (mine == shown[:, None]).float()
@@ -327,7 +327,7 @@ CORRUPTIONS: dict[str, Callable[[Tensor, int, Source], Tensor]] = {
     "spatter": _spatter,
     "saturate": _saturate,
 }
-COMMON = tuple(CORRUPTIONS)[:15]  # what averages over "all corruptions" are taken over; the other four are extra
+COMMON = tuple(CORRUPTIONS)[:15]  # averages over "all corruptions" use these; the other four are extra
 
 
 def corrupt(images: Tensor, name: str, severity: int, address: Address, first: int = 0) -> Tensor:

@@ -90,7 +90,7 @@ def zoomed(x: Tensor, factor: float) -> Tensor:
 
     def at(size: int, position: Tensor) -> Tensor:
         part = math.ceil(size / factor)
-        full = math.floor(part * factor + 0.5)  # pixels that it is enlarged to, of which those in the middle are kept
+        full = math.floor(part * factor + 0.5)  # pixels after enlarging, of which the middle ones are kept
         return (size - part) // 2 + (position + (full - size) // 2) * ((part - 1) / (full - 1))
 
     rows, columns = places(x)
