@@ -118,9 +118,7 @@ def share(
     lap("outliers")
 
     inside = (~alone).nonzero()[:, 0]
-    points = torch.stack(
-        [mean[inside], std[inside]], 1
-    ).double()  # inliers only: with millions of weights a copy counts
+    points = torch.stack([mean[inside], std[inside]], 1).double()  # of inliers: a copy of millions counts
     left = len(inside)
     if not left:
         raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")

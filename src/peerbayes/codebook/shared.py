@@ -404,9 +404,8 @@ class Shared(Posterior):
             path: of the file.
             anchors: whether to keep what the prior is anchored at; a file without is smaller and only predicts.
         """
-        check_codebook(
-            self.codebook(), self.layout.size, str(path), ascending=True
-        )  # a file that fails this could not be read
+        # A file of a codebook that fails this could not be read.
+        check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)
         self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:

@@ -17,12 +17,8 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-}  # of files whose tensors have a given order
+# Of files whose tensors have a given order.
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -170,9 +166,8 @@ def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
         if end > len(data):
             raise EOFError
         part = bytearray(data[begin:end])
-        plain = (
-            torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-        )  # frombuffer refuses empty buffers
+        # frombuffer refuses empty buffers.
+        plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
         tensors[name], offset = plain.view(about["shape"]), end
     return tensors
 
