@@ -76,11 +76,11 @@ class SharedWeights:
         return shared.to(self.device)
 
     def clustering(self) -> Measured:
-        """Time the way from a mean-field posterior to a codebook: outliers, components, merging, blending."""
+        """Time making a codebook of a mean-field posterior: outliers, components, merging, blending."""
         return self._clustering("sharing.clustering_s", self.field)
 
     def clustering_vit(self) -> Measured:
-        """Time the same of a ViT-B/16."""
+        """Time making a codebook of a ViT-B/16."""
         return self._clustering(VIT, MeanField(vit_weights(self.plan.vit_width), rho=-6.0).to(self.device))
 
     def _clustering(self, key: str, field: MeanField) -> Measured:

@@ -31,7 +31,7 @@ KIBS = 2**30 if sys.platform == "darwin" else 2**20  # units of ru_maxrss in a G
 
 
 class _Strict(Reporter):
-    """A warning is a failure: an engine that gave up would be timed under another one's name."""
+    """Turn warnings into errors: an engine that fell back to another would be timed under its name."""
 
     def warn(self, text: str) -> None:
         raise RuntimeError(text)
@@ -75,7 +75,7 @@ class Cohorts:
         self.step(bench.plan.warm_up)
 
     def step(self, count: int) -> None:
-        """Let every cohort train for so many steps."""
+        """Train every cohort for ``count`` steps."""
         for _ in range(count):
             for learner in self.learners:
                 with learner.engine.running():

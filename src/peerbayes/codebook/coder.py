@@ -258,7 +258,7 @@ def _roots(counts: Ints) -> Ints:
 
 
 def _adds_up(roots: Ints, size: int) -> bool:
-    """Tell whether ``size`` symbols can have counts of these roots: r comes from r² - r + 1 to r² + r."""
+    """Return whether ``size`` symbols can have counts of these roots: r comes from r² - r + 1 to r² + r."""
     squares, ones = int(np.square(roots).sum()), np.count_nonzero(roots)
     return bool(squares - int(roots.sum()) + ones <= size <= squares + int(roots.sum()))
 

@@ -27,7 +27,7 @@ def merge(
 ) -> tuple[Components, Tensor, dict[str, Any]]:
     """Merge components until no pair qualifies.
 
-    A pair is looked at if one is among the ``neighbours`` nearest of the other (by the distance of the means), and
+    A pair is considered if either is among the ``neighbours`` nearest of the other (by distance of means). It
     qualifies if ``W₂² < distance`` and, for both, ``lr·|gradient| < gradient_gate`` and ``spread < spread_gate``. In a
     round all pairs merge that are each other's best: of least W₂², equal ones by the lower indices. The nearest pair
     of all is one of them, so every round merges while a pair qualifies.
@@ -43,7 +43,7 @@ def merge(
         gradient_gate: the bound on ``lr·|gradient|``.
         lr: the learning rate of the means.
         spread_gate: the bound on the spread.
-        neighbours: how many nearest components each one looks at.
+        neighbours: nearest components considered for each one.
         rule: see `merged`.
 
     Returns:

@@ -82,7 +82,7 @@ def blends(
         labels: the component of each, int64, shape ``(n,)``.
         components: K components, positive definite.
         level: the bound on D²; 5.991 is the 95 % quantile of χ² with 2 degrees of freedom.
-        candidates: how many components to look at; K, if there are fewer.
+        candidates: components considered; K, if there are fewer.
         keep: how many to keep at least.
         columns: how many to return; ``None`` is ``keep``.
 

@@ -104,7 +104,7 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn_if_barely_shared(shared: Shared, name: str) -> None:
-    """Tell where a file will hardly become smaller, because most of a network is not shared."""
+    """Warn if a file will hardly become smaller, because most of the network is not shared."""
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:

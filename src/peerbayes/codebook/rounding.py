@@ -41,7 +41,7 @@ class Form:
 
 
 def forms(posterior: Posterior) -> Iterator[Form]:
-    """Yield a posterior's forms, one at a time; then those of its mean network.
+    """Yield rounded forms of a posterior, one at a time, then those of its mean network.
 
     ``float32`` and ``float16`` are all its numbers in that type. ``int8, 4-bit scales`` has means in 8 bits with a step
     a channel, scales on a logarithmic grid a tensor, and float16 for everything else: factors, biases, batch-norm.

@@ -84,7 +84,7 @@ class Shared(Posterior):
 
     Args:
         network: any module.
-        codebook: what `peerbayes.codebook` makes; None for a stand-in that a file is read into.
+        codebook: from `peerbayes.codebook`; None for a placeholder that a file is read into.
         sampling: how weights are drawn.
         mixture: whether blended weights are mixtures.
         prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
@@ -95,7 +95,7 @@ class Shared(Posterior):
         weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
         bayesian: chooses parameters by (name, owning module).
         start_from: a trained network to take all other tensors from.
-        seed: with ``name``, where its draws in predictions live.
+        seed: with ``name``, the address of its draws in predictions.
         name: a name of its own makes peers of one seed differ.
 
     Example:
@@ -198,7 +198,7 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row each weight has, how often each row counts, and its prior."""
+        """Derive each weight's row, how often each row counts, and its prior."""
         rows, components = rows_of(self), len(self.component)
         first = components + len(self.blended)  # row of an outlier
         self._set_derived("_rows", rows.int())
@@ -218,7 +218,7 @@ class Shared(Posterior):
         self._set_derived("_prior_std", std)
 
     def _set_derived(self, name: str, tensor: Tensor) -> None:
-        """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
+        """Store a tensor derived from the codebook, in place if it fits: a captured step reads that memory."""
         buffer = getattr(self, name, None)
         if buffer is not None and buffer.shape == tensor.shape and buffer.device == tensor.device:
             buffer.copy_(tensor)
@@ -246,7 +246,7 @@ class Shared(Posterior):
         self._index()
 
     def _tidy(self) -> None:
-        """Leave out components that no weight has any more, and blend no component with itself."""
+        """Drop components that no weight uses any more, and blends of a component with itself."""
         pair, used = self.blend_component.long(), self.used
         mixed = pair[:, 0] != pair[:, 1]
         if bool(used.all()) and bool(mixed.all()):

@@ -271,7 +271,7 @@ def _record_rows(
 
 
 def _in_order(whole: _Rows, other: _Rows, *alone: _Rows) -> bool:
-    """Whether rows of all members are those of each, one after another; see `check_rows`."""
+    """Return whether rows of all members are those of each, one after another; see `check_rows`."""
     first = alone[0].shape
     if not first or any(rows.shape != first for rows in alone):
         return False

@@ -13,7 +13,7 @@ class Provenance:
 
     Attributes:
         parent: hash of the weights that it started from; empty where it started from nothing.
-        depth: lineage depth: trainings behind it. -1 for initial weights, 0 for those of a run that is not known.
+        depth: lineage depth, the number of trainings behind it; -1 for initial weights, 0 for an unknown run.
         run: the run directory it was loaded from, or was trained into.
         mark: of that directory's state, which changes when the run is made anew.
         state: whether a run is changing it (``training``), or has done so (``trained``): then its own hash is the

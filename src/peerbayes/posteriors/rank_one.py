@@ -38,9 +38,9 @@ class RankOne(Posterior):
     mean (`centre`).
 
     The network has to call these layers (not take their weights), and they have to be linear in their weights, with
-    the batch on the first axis; ``bayesian`` leaves out those that are not so. Where the batch is, is tried on a few
-    rows before the first pass over inputs of a shape. `nn.MultiheadAttention`, which takes its weights itself, has no
-    factors. Modules that share a weight share its factors.
+    the batch on the first axis; leave out others with ``bayesian``. The position of the batch is checked on a few
+    rows before the first pass over inputs of a new shape. `nn.MultiheadAttention`, which takes its weights itself, has
+    no factors. Modules that share a weight share its factors.
 
     Args:
         network: any module; its current weights become W.
@@ -57,7 +57,7 @@ class RankOne(Posterior):
             those of the one network of the mean weights (`centre`), one pass.
         bayesian: chooses parameters by (name, owning module); layers whose weight is chosen get factors.
         start_from: a trained network to take W, biases, batch-norm parameters and statistics from.
-        seed: with ``name``, where its noise lives: the initial factors, and its draws in predictions.
+        seed: with ``name``, the address of its noise: the initial factors, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
 
     Example:
@@ -257,7 +257,7 @@ class RankOne(Posterior):
         return self.materialise(self.weights(self._averaged(deviations)))
 
     def materialise(self, weights: Weights | int | None = None) -> nn.Module:
-        """Return a plain copy of the network that holds one member, by number, or one draw; the mean by default."""
+        """Return a plain copy of the network with one member (by number) or one draw; the mean weights by default."""
         plain = super().materialise(self.member(weights) if isinstance(weights, int) else weights)
         detach(plain, self.layers)
         return plain

@@ -1,9 +1,9 @@
 """Keep a sweep's books: an Optuna study that many processes and machines may share.
 
-A setting is a trial. Settings of a grid are put into the study's queue, and taking one out is atomic, so no two
-processes train the same one; Optuna's own grid sampler may hand a setting out twice. What a process has taken is its
-own while it lives: it holds a lock in the sweep's folder, which the system drops when it dies, and beats in the
-database for those who cannot see that folder. What the dead leave behind goes back into the queue.
+Each setting is a trial. The settings of a grid go into the study's queue; taking one out is atomic, so no two
+processes train the same one (Optuna's own grid sampler may hand a setting out twice). A process keeps what it has taken
+while it lives: it holds a lock in the sweep's folder, which the system releases when it dies, and sends heartbeats to
+the database for processes that cannot see that folder. Settings of dead processes go back into the queue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ABOUT = "peerbayes"  # the study's attribute that describes the sweep
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting that this process has taken."""
+    """A setting taken by this process."""
 
     number: int
     setting: Setting
@@ -51,14 +51,14 @@ class Claim:
 
 
 class Study:
-    """A study, opened by one process.
+    """A study as one process sees it.
 
     Args:
         url: an Optuna storage: any database that SQLAlchemy reaches.
         name: the study's name.
-        about: what the sweep is for; a study of that name for anything else is refused.
+        about: description of the sweep; a study of that name with another description is refused.
         axes: the keys and values.
-        sampler: ``grid`` takes every setting once, ``tpe`` proposes settings by what it has seen.
+        sampler: ``grid`` takes every setting once, ``tpe`` proposes settings from earlier results.
         limit: settings that ``tpe`` tries, over all processes together.
         maximise: whether a larger value is better.
         folder: the sweep's folder, for this process's lock.

@@ -52,8 +52,8 @@ class Sweep:
         axes: the keys that were varied.
         seeds: a run each for every setting.
         objective: the figure of the validation split that ranks.
-        table: a row a setting, the best first, then those that run elsewhere and those that failed.
-        folder: where it lies.
+        table: a row for each setting: the best first, then those running elsewhere, then those that failed.
+        folder: the sweep's.
     """
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class Sweep:
 
     @property
     def best(self) -> Row | None:
-        """The best setting; None where none is finished."""
+        """The best setting; None if none is finished."""
         return self.table[0] if self.table and self.table[0]["state"] == "complete" else None
 
 
@@ -89,7 +89,7 @@ def sweep(
     precision: Precision = "auto",
     reporter: Reporter | None = None,
 ) -> Sweep:
-    """Train settings of a recipe and rank them by the validation split; the same call again goes on.
+    """Train settings of a recipe and rank them by the validation split; call it again to resume.
 
     Args:
         recipe: a recipe's name or file.
@@ -99,7 +99,7 @@ def sweep(
         sampler: ``grid`` or ``tpe``; by default a grid where only lists are given.
         trials: settings that ``tpe`` tries, 20 by default.
         objective: ``nll``, ``accuracy`` or ``ece``, averaged over peers.
-        validation: images (or fraction) of the training split to judge on; by default the recipe's or the data's own,
+        validation: images (or fraction) of the training split to rank by; by default the recipe's or the data's own,
             or a tenth.
         storage: an Optuna storage URL, which many machines may share; by default SQLite in the folder.
         study: the study's name; by default the recipe's.
@@ -109,7 +109,7 @@ def sweep(
         root: data root.
         engine: as in `train`.
         precision: as in `train`.
-        reporter: is told what happens; silent by default.
+        reporter: of progress; silent by default.
     """
     check_optuna()
     reporter, where = reporter or Reporter(), pick_device(device)
@@ -170,7 +170,7 @@ def _with_validation(
 
 
 def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
-    """Refuse a setting that can't be trained, or not be ranked."""
+    """Check that a setting can be trained and ranked."""
     try:
         if loaded.of_recipe(job.recipe).validation is None:
             raise InputError("there is no validation split to rank it by; set data.validation above 0")
@@ -195,7 +195,7 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
 
 @dataclass
 class _Trainer:
-    """Trains and judges the settings that this process has taken."""
+    """Train and evaluate the settings that this process has taken."""
 
     study: Study
     recipe: str | Path
@@ -209,7 +209,7 @@ class _Trainer:
     loaded: Loaded
 
     def run(self, claims: Sequence[Claim]) -> None:
-        """Train settings side by side and judge them; one that diverges fails alone."""
+        """Train and evaluate settings side by side; one that diverges fails alone."""
         self.reporter.headline(f"setting {'; '.join(setting_title(claim.setting) for claim in claims)}")
         jobs = [(claim, job) for claim in claims for job in self._jobs(claim.setting)]
         errors: dict[int, TrainingError] = {}
@@ -280,7 +280,7 @@ class _Trainer:
         return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in FIGURES}
 
     def table(self) -> list[Row]:
-        """Return a row a setting of the whole study, whoever trained it."""
+        """Return a row for each setting of the study, whichever process trained it."""
         rows = [self._row(trial.user_attrs, trial.value) for trial in self.study.trials()]
         sign = -1 if self.objective == "accuracy" else 1
         order = ("complete", "running", "failed")

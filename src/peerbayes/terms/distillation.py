@@ -65,7 +65,7 @@ def distil(
 
 
 def _note_diversity(step: Step, peer: str, members: int) -> None:
-    """Note how far apart teachers are, and the members of a student: the mean KL of pairs, for the images as given."""
+    """Log the mean pairwise KL of the teachers, and of a student's members, for the images as given."""
     members_logits = step.logits(peer).detach().unflatten(0, (members, -1))
     for name, logits in (("teachers_apart", step.teachers()), ("members_apart", members_logits)):
         if len(logits) > 1:

@@ -128,7 +128,7 @@ def _colour(x: Tensor, *values: float) -> Tensor:
 
 
 def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
-    """Fractal noise (N, 1, H, W) in [0, 1] by diamonds and squares: decay² less of it at half the distance."""
+    """Return fractal noise (N, 1, H, W) in [0, 1] by diamonds and squares: decay² less of it at half the distance."""
     height, width = x.shape[-2:]
     size = 2 ** math.ceil(math.log2(max(height, width)))
     whole = torch.zeros(len(x), 1, size, size, device=x.device)
