@@ -22,7 +22,7 @@ WITHOUT_EXAMPLE = {
     *("Posterior", "Prediction", "Recipe", "Reporter", "Run", "Split", "Weights", "augmented_batch"),
     *("batches", "compress", "conv_and_linear", "data_root", "differences", "distill", "evaluate", "feed", "fit"),
     *("from_arrays", "load", "load_corrupted", "load_images", "load_outside", "load_recipe", "load_texts"),
-    *("data.load", "data.names", "order", "predict_inputs", "text_table", "train", "write_report"),
+    *("data.load", "data.names", "order", "predict_inputs", "sizes", "text_table", "train", "write_report"),
 }
 # Rooms whose public functions all have an `Args:` section where they take two or more arguments.
 ROOMS = ["errors.py", "lazy.py", "importing.py", "schema.py", "math/di*.py", "math/gaussians.py", "math/simplex.py"]
