@@ -256,7 +256,7 @@ def test_a_vit_is_clustered_on_a_cpu_only_by_name(tmp_path, monkeypatch, only):
     if VIT in only:
         assert found["clustering_vit_s"] == len(VIT)
     else:
-        assert record["notes"][VIT] == f"left out: takes long on a CPU; --only {VIT} measures it"
+        assert record["notes"][VIT] == f"left out: slow on a CPU; measure it with --only {VIT}"
 
 
 def test_settings_that_came_later_do_not_make_a_file_worthless(tmp_path, stopwatch):

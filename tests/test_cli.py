@@ -259,7 +259,7 @@ BAD_SETTINGS = {
     ),
     "function that is no term": (
         change('stages.0.terms."os.path:join"={}'),
-        "term 'os.path:join' is not one: put @peerbayes.term above the function",
+        "'os.path:join' is not a term: decorate the function with @peerbayes.term",
     ),
     "unknown network": (change("peers.0.network=mpl"), "there is no network 'mpl'; did you mean 'mlp'?"),
     "unknown timm network": (change("peers.0.network=timm/nothing-at-all"), "nothing-at-all"),

@@ -579,7 +579,7 @@ def test_files_that_are_not_for_this_network(vit_file, tmp_path):
     path, state = vit_file
     inputs = Inputs(7, (3, 64, 64), (0.3,) * 3, (0.1,) * 3)
     with pytest.raises(
-        InputError, match=r"vit\.safetensors: has no tensor '.*'; is it of another network than timm/resnet10t"
+        InputError, match=r"vit\.safetensors: has no tensor '.*'; does it belong to another network than timm/resnet10t"
     ):
         starting_point("timm/resnet10t", inputs, path)
     save_file({**state, "extra": torch.zeros(1)}, tmp_path / "more.safetensors")

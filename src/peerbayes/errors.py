@@ -1,4 +1,4 @@
-"""The errors that users see: a sentence that names the file, key or tensor and what was expected."""
+"""Define the errors and warnings that users see: one sentence that names what is wrong and what was expected."""
 
 from __future__ import annotations
 
@@ -12,25 +12,37 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The command line prints the sentence and exits with code 2."""
+    """Invalid input: a value, file or key that the user gave.
+
+    The command line prints the sentence and exits with code 2.
+
+    Example:
+        >>> from peerbayes import InputError, network
+        >>> from peerbayes.networks import build
+        >>> try:
+        ...     build("resnet2", inputs=None)
+        ... except InputError as error:
+        ...     print(error)
+        there is no network 'resnet2'; did you mean 'resnet32'?
+    """
 
 
 class UnknownPeer(InputError, KeyError):
-    """A run has no peer of that name; a `KeyError` too, as mappings raise."""
+    """A run has no peer of that name; also a `KeyError`, which mappings raise."""
 
-    __str__ = Exception.__str__  # a KeyError's would put quotes around the sentence
+    __str__ = Exception.__str__  # KeyError would quote the sentence
 
 
 class OptionError(InputError):
-    """An option is wrong; the sentence begins with its key, of which `within` makes a full one."""
+    """An invalid option; the sentence begins with its key, which `within` completes to a full path."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the last good checkpoint, if there is one, is kept. The command line exits with code 1."""
+    """Training cannot continue; the last good checkpoint, if any, is kept. The command line exits with code 1."""
 
 
 class OutOfMemory(TrainingError):
-    """The device's memory is used up."""
+    """The device is out of memory."""
 
 
 class Stopped(SystemExit):
@@ -38,29 +50,49 @@ class Stopped(SystemExit):
 
 
 class PeerbayesWarning(UserWarning):
-    """Something that is gone on with, but that a person should know."""
+    """Something that looks like a mistake, although the computation continues.
+
+    Example:
+        >>> import warnings
+        >>> from peerbayes import PeerbayesWarning
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warnings.warn("term 'mutual' is inert", PeerbayesWarning)
+        >>> print(caught[0].message)
+        term 'mutual' is inert
+    """
 
 
 @contextlib.contextmanager
-def within(place: str, kind: type[InputError] = InputError) -> Iterator[None]:
-    """Put the place, a recipe's key say, before what an `InputError` inside the block says; raise one of ``kind``."""
+def within(prefix: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    """Prefix the sentence of an `InputError` raised inside the block with where it happened.
+
+    Args:
+        prefix: where: a recipe's key, for instance.
+        kind: the error that is raised instead.
+    """
     try:
         yield
     except InputError as error:
-        raise kind(f"{place}{'.' if isinstance(error, OptionError) else ': '}{error}") from error
+        raise kind(f"{prefix}{'.' if isinstance(error, OptionError) else ': '}{error}") from error
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest known word, or the list of known words."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return a hint at what was meant: ``"; did you mean 'x'?"`` for a close candidate, else the list of candidates.
+
+    Args:
+        word: what was given.
+        candidates: what would be valid.
+    """
+    candidates = sorted(candidates)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.65)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {', '.join(candidates)}" if candidates else ""
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what an exception says, with its kind unless that line is a sentence by itself."""
+    """Return the first line of an exception's message, after the exception's type unless the line is a sentence."""
     kind, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
     if text and isinstance(error, RuntimeError | ValueError | ImportError | OSError):
         return text

@@ -1,4 +1,4 @@
-"""Import ``package.module:name`` of users' recipes; of run folders only where they are trusted."""
+"""Import ``package.module:name`` from users' recipes, and from run folders only if they are trusted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAST: list[str] = []  # folders that only allowed imports search, after all oth
 
 @contextlib.contextmanager
 def trusting(trust: bool) -> Iterator[None]:
-    """Allow what run folders name within the block if ``trust`` is true; an outer block's trust stays in force."""
+    """Allow imports that run folders name inside the block if ``trust``; an outer block's trust stays in force."""
     token = _TRUSTED.set(trust or _TRUSTED.get())
     try:
         yield
@@ -28,13 +28,13 @@ def trusting(trust: bool) -> Iterator[None]:
 
 
 def trust_runs(trust: bool) -> None:
-    """Allow what run folders name, in the rest of this context, if ``trust`` is true."""
+    """Allow imports that run folders name for the rest of this context if ``trust`` is true."""
     _TRUSTED.set(trust or _TRUSTED.get())
 
 
 @contextlib.contextmanager
 def in_run() -> Iterator[None]:
-    """Treat names within the block as those of a run folder, whose imports have to be allowed."""
+    """Treat names inside the block as those of a run folder, whose imports have to be allowed."""
     token = _IN_RUN.set(True)
     try:
         yield
@@ -43,12 +43,20 @@ def in_run() -> Iterator[None]:
 
 
 def search_last(folder: str) -> None:
-    """Search a folder for modules after all others, and for allowed imports alone."""
+    """Search a folder for modules after all others, for allowed imports only."""
     _LAST.append(folder)
 
 
 def allow(path: str, what: str) -> None:
-    """Allow ``package.module:name`` in this process; refuse it where a run folder names it that is not trusted."""
+    """Allow ``package.module:name`` in this process, unless an untrusted run folder names it.
+
+    Args:
+        path: ``package.module:name``.
+        what: what it should be, a network say; begins the error.
+
+    Raises:
+        InputError: it comes from a run folder that is not trusted.
+    """
     if _IN_RUN.get() and not _TRUSTED.get() and path not in _ALLOWED:
         module_name, _, _ = path.partition(":")
         raise InputError(
@@ -59,7 +67,15 @@ def allow(path: str, what: str) -> None:
 
 
 def imported(path: str, what: str) -> Any:
-    """Return what ``package.module:name`` names; ``what`` it is meant to be, a network say, begins the error."""
+    """Return the object that ``package.module:name`` names.
+
+    Args:
+        path: ``package.module:name``.
+        what: what it should be, a network say; begins the error.
+
+    Raises:
+        InputError: it may not be imported, or the import fails.
+    """
     allow(path, what)
     sys.path += [folder for folder in _LAST if folder not in sys.path]
     module_name, _, attribute = path.partition(":")

@@ -1,4 +1,4 @@
-"""Names that a package offers, imported when they are first used."""
+"""Import a package's public names when they are first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use.
 
     Args:
         package: its name.

@@ -328,7 +328,7 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
         ("peers.0.posterior.smallest=1000", "ask for fewer than 256, or lower smallest"),
         ("peers.0.posterior.smallest=1000000", "smallest is 1000000, but there are only"),
         ("peers.0.posterior.top=0.9999", "smallest is 20, but there are only 2 weights to share"),
-        ("peers.0.posterior.threshold=1e-12", "all weights are outliers, by their means or gradients; raise threshold"),
+        ("peers.0.posterior.threshold=1e-12", "all weights are outliers by their means or gradients; raise threshold"),
     ],
 )
 def test_bad_settings_are_one_sentence_and_nothing_is_written(field, tmp_path, capsys, change, sentence):
@@ -348,7 +348,7 @@ def test_what_no_codebook_can_have_is_refused_before_a_network_gets_its_scales(f
     inside = size - int(outliers(torch.zeros(size), gradient=torch.rand(size)).sum())
     assert inside < size
     found = refused(capsys, *words, "--set", f"peers.0.posterior.{key}={inside + 1}")
-    outside = f"there are only {inside} weights to share, beside {size - inside} outliers by their gradients"
+    outside = f"there are only {inside} weights to share, besides {size - inside} outliers by their gradients"
     assert found == f"peer 'net': posterior.{key} is {inside + 1}, but {outside}"
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import make_blobs
 from sklearn.mixture import GaussianMixture
 
-from peerbayes.codebook.clustering import _longest, _relocated, em, kmeans, most_probable
+from peerbayes.codebook.clustering import _principal_axis, _relocate, em, kmeans, most_probable
 from peerbayes.codebook.moments import components_of
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.errors import InputError
@@ -94,12 +94,12 @@ def test_the_seed_of_which_a_split_gains_most_is_split_into_the_means_of_halves(
 def test_the_longest_axis_is_that_of_lapack_and_no_variance_is_below_0():
     root = normal(50, 2, 2)
     covariance = root @ root.mT
-    largest, axis = _longest(covariance)
+    largest, axis = _principal_axis(covariance)
     values, vectors = torch.linalg.eigh(covariance)
     torch.testing.assert_close(largest, values[:, 1])
     torch.testing.assert_close((axis * vectors[:, :, 1]).sum(1).abs(), torch.ones(50).double())
     # What rounding leaves of a cluster at one place.
-    assert _longest(torch.tensor([[[-1e-20, 0.0], [0.0, -2e-20]]]).double())[0].tolist() == [0.0]
+    assert _principal_axis(torch.tensor([[[-1e-20, 0.0], [0.0, -2e-20]]]).double())[0].tolist() == [0.0]
 
 
 @pytest.mark.parametrize("points", [normal(300, 2), weights(300, 1e-4), normal(300, 1).expand(300, 2) ** 5])
@@ -140,23 +140,23 @@ def test_relocation_moves_what_is_missed_least_to_where_it_gains_most():
     size = torch.tensor([30.0, 10.0, 50.0, 0.0, 60.0]).double()
     covariance = torch.zeros(5, 2, 2).double()
     covariance[4, 1, 1], covariance[2] = 4.0, 0.1 * torch.ones(2, 2)
-    found = _relocated(size, centres, covariance)
+    found = _relocate(size, centres, covariance)
     half = (2 / math.pi) ** 0.5
     across = half * 0.2**0.5 / 2**0.5  # the largest eigenvalue is 0.2, along the diagonal
     # The one without members costs nothing and takes the best split; 0 and 1 are joined in their mean, at 0.075 < 6.4.
     expected = [[5 + across, across], [0.025, 0.0], [5 - across, -across], [20.0, 2 * half], [20.0, -2 * half]]
     torch.testing.assert_close(found, torch.tensor(expected).double())
     still = torch.eye(2).double().expand(5, 2, 2) * 1e-6
-    assert torch.equal(_relocated(size + 1, centres, still), centres)
+    assert torch.equal(_relocate(size + 1, centres, still), centres)
     # Joining 0 and 1 costs 30 · 10/40 · 0.1² = 0.075: a little less than a split gains, or a little more.
     for factor, same in ((1.01, False), (0.99, True)):
         alone = torch.zeros(5, 2, 2).double()
         alone[4, 0, 0] = factor * 0.075 * math.pi / 120
-        assert torch.equal(_relocated(size.clamp_min(1), centres, alone), centres) == same
+        assert torch.equal(_relocate(size.clamp_min(1), centres, alone), centres) == same
     # What would gain most is itself one of the two that cost least: they are left alone.
     still = 1e-6 * torch.eye(2).double().repeat(5, 1, 1)
     still[1, 0, 0] = 1.0
-    assert torch.equal(_relocated(size + 1, centres, still), centres)
+    assert torch.equal(_relocate(size + 1, centres, still), centres)
 
 
 # ---- EM -----------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_of_many_components_those_that_are_looked_at_have_the_density(kind):
         found = em(points, old, 1, len(points), Address(), ridge=1e-12)
         torch.testing.assert_close(found.count, expected.count, rtol=2e-3, atol=1e-3)
         away = (found.mean - expected.mean).square().sum(1).sqrt()
-        assert float((away / _longest(expected.covariance)[0].sqrt()).max()) < 2e-3
+        assert float((away / _principal_axis(expected.covariance)[0].sqrt()).max()) < 2e-3
         old = expected
 
 

@@ -137,7 +137,7 @@ def test_wrong_choices_are_told(images):
         InputError, match=r"images have shape \(24, 2, 32, 32\): expected \(N, 3, H, W\) or \(N, 1, H, W\)"
     ):
         corrupt(images[:, :2], "fog", 1, ADDRESS)
-    with pytest.raises(InputError, match="corruption 'saturate' changes colours, which grey images have not"):
+    with pytest.raises(InputError, match="corruption 'saturate' needs colour images, but these are grey"):
         corrupt(images[:, :1], "saturate", 1, ADDRESS)
     with pytest.raises(InputError, match="expected uint8, or float"):
         corrupt(images.long(), "fog", 1, ADDRESS)

@@ -165,9 +165,9 @@ def test_a_changed_vocabulary_file_is_refused(tmp_path):
     Vocabulary.build(["one two"], TextOptions(length=4)).save(path)
     whole = path.read_text()
     for text, message in [
-        (whole.replace("two", "tow"), "damaged, or not one"),
+        (whole.replace("two", "tow"), "not a vocabulary, or damaged"),
         (whole[:-9], "cannot be read as a vocabulary"),
-        ("[1]", "damaged, or not one"),
+        ("[1]", "not a vocabulary, or damaged"),
         ("", "cannot be read as a vocabulary"),
     ]:
         path.write_text(text)
@@ -185,8 +185,8 @@ def test_a_changed_vocabulary_file_is_refused(tmp_path):
         ({"length": 0}, "length must be at least 1"),
         ({"tokens": "characters", "ngrams": 2}, "ngrams and vectors are for tokens = 'words'"),
         ({"tokens": "pieces", "tokenizer": "t.json", "ngrams": 2}, "for tokens = 'words', not for pieces"),
-        ({"tokens": "pieces"}, "'pieces' and tokenizer, a tokenizer.json, need each other"),
-        ({"tokenizer": "t.json"}, "'pieces' and tokenizer, a tokenizer.json, need each other"),
+        ({"tokens": "pieces"}, "'pieces' and tokenizer \\(a tokenizer.json\\) together"),
+        ({"tokenizer": "t.json"}, "'pieces' and tokenizer \\(a tokenizer.json\\) together"),
         ({"ngrams": 3, "length": 2}, "3 words do not fit"),
     ],
 )
@@ -236,7 +236,7 @@ def test_padding_has_a_name_that_is_known_or_that_the_tokenizer_gives(tmp_path, 
 def test_without_padding_no_piece_takes_its_place(tmp_path):
     write_tokenizer(tmp_path / "t.json", "[CLS] [SEP] [UNK] play")
     vocabulary = Vocabulary.build([], TextOptions(tokens="pieces", tokenizer=str(tmp_path / "t.json"), length=4))
-    with pytest.raises(InputError, match=r"^data\.text\.tokenizer: has no piece for padding, neither '\[PAD\]' nor"):
+    with pytest.raises(InputError, match=r"^data\.text\.tokenizer: no padding token: expected '\[PAD\]', '<pad>'"):
         vocabulary.encode(["play"])
 
 
@@ -254,7 +254,7 @@ def test_bad_tokenizers(tmp_path, monkeypatch):
     write_tokenizer(tmp_path / "t.json")
     with pytest.raises(InputError, match=r"wrong\.json: cannot be read as a tokenizer"):
         built("wrong.json")
-    with pytest.raises(InputError, match=r"t\.json: the tokenizer's own marks do not fit in texts of 1 pieces"):
+    with pytest.raises(InputError, match=r"t\.json: the tokenizer's special tokens do not fit in texts of 1 pieces"):
         built("t.json", length=1)
 
 

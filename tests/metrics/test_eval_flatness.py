@@ -232,7 +232,7 @@ def test_networks_of_other_tensors_have_no_line_between_them(posterior, images):
         first | {"norm.bias": torch.zeros(6)},
     ):
         for ends in ((first, second), (second, first)):
-            with pytest.raises(InputError, match=r"tensor 'norm\.bias' is not in both, or of another shape"):
+            with pytest.raises(InputError, match=r"tensor 'norm\.bias' must be in both, with one shape"):
                 loss_between(posterior, *ends, images, [0.0, 1.0])
 
 

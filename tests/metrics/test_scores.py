@@ -107,8 +107,8 @@ P, Y = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([0, 1])
         (torch.ones(2, 1, dtype=torch.int64), Y, "probabilities"),
         (P, Y[:1], "labels"),
         (P, Y.float(), "labels"),
-        (P, Y + 1, "labels: found 2; expected values from 0 to 1"),
-        (P, Y - 1, "labels: found -1"),
+        (P, Y + 1, "labels: got 2; expected values from 0 to 1"),
+        (P, Y - 1, "labels: got -1"),
     ],
 )
 def test_wrong_input_is_named(metric, p, labels, name):

@@ -462,7 +462,7 @@ def test_wrong_options_are_one_clear_error(options, message):
 
 def test_wrong_members_and_merges_are_one_clear_error():
     posterior = RankOne(nn.Linear(2, 2), 3)
-    with pytest.raises(InputError, match="no member 3: they are 0 to 2"):
+    with pytest.raises(InputError, match="no member 3: expected 0 to 2"):
         posterior.materialise(3)
     with pytest.raises(InputError, match="merge is 'median'"):
         posterior.average("median")

@@ -352,7 +352,7 @@ def test_start_from_another_network_names_file_and_tensor(what, tmp_path):
 def test_pickled_weights_are_never_opened(suffix, tmp_path):
     path = tmp_path / f"weights{suffix}"
     torch.save(net().state_dict(), path)
-    with pytest.raises(InputError, match=rf"weights\{suffix}: pickled weights are not read.*safetensors"):
+    with pytest.raises(InputError, match=rf"weights\{suffix}: pickled weights are not supported.*safetensors"):
         Point(net(), start_from=path)
 
 

@@ -338,7 +338,7 @@ def test_names_of_others_are_not_taken():
     def likelihood(step, peer, *, weight=1.0):
         return step.logits(peer).mean() * weight
 
-    with pytest.raises(pb.InputError, match="there is a term 'likelihood' already, which recipes are made of"):
+    with pytest.raises(pb.InputError, match="term 'likelihood' exists already, and recipes use it"):
         pb.term(likelihood)
 
 

@@ -300,7 +300,7 @@ BAD = {
     "negative end": (["mutual.alpha=-1:1"], "stages.1.terms.mutual.alpha: input should be greater than or equal to 0"),
     "no values": (["mutual.alpha"], "expected KEY=VALUES"),
     "empty value": (["mutual.alpha=1,,2"], "a value is empty"),
-    "value twice": (["mutual.alpha=1,1.0"], "a value stands there twice"),
+    "value twice": (["mutual.alpha=1,1.0"], "a value is given twice"),
     "key twice": (["mutual.alpha=1", "stages.1.terms.mutual.alpha=2"], "'stages.1.terms.mutual.alpha' is varied twice"),
     "range upside down": (["mutual.alpha=2:1"], "expected LOW:HIGH or LOW:HIGH:log, LOW below HIGH"),
     "range of words": (["mutual.alpha=1:x"], "expected LOW:HIGH"),
@@ -356,7 +356,7 @@ def test_a_study_of_another_sweep_is_refused(swept, place, capsys):
 
     found = refused(capsys, *words(over="mutual.alpha=0,2"))
     assert found.startswith("study 'small' in sqlite:///")
-    assert "is of another sweep: its over is" in found
+    assert "belongs to another sweep: its over is" in found
     assert "its seeds is [0, 1], not [0]" in refused(capsys, *words(seeds="0"))
     assert "its objective is" in refused(capsys, *words(), "--objective", "ece")
     assert "its recipe is" in refused(capsys, *words(), "--set", "stages.0.epochs=2")
@@ -614,8 +614,8 @@ TAKER = """
 from pathlib import Path
 from peerbayes.studies.space import Axis
 from peerbayes.studies.study import Study
-from peerbayes.studies.study_storage import require_optuna
-require_optuna()
+from peerbayes.studies.study_storage import check_optuna
+check_optuna()
 folder = Path(words[0])
 (folder / f"ready-{words[1]}").touch()
 while len(list(folder.glob("ready-*"))) < 3:

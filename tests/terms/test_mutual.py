@@ -123,7 +123,7 @@ def test_a_graph_with_an_unknown_peer_is_refused_by_name_before_anything_is_trai
     with pytest.raises(InputError) as caught:
         learner({"likelihood": {}, "mutual": {"graph": graph}}, names=("scratch", "pretrained"))
     assert str(caught.value) == (
-        "stages.0.terms.mutual.graph: teacher 'pretraned' is no peer; did you mean 'pretrained'?"
+        "stages.0.terms.mutual.graph: teacher 'pretraned' is not a peer; did you mean 'pretrained'?"
     )
 
 
@@ -133,11 +133,11 @@ AB, BA = ({"teacher": teacher, "student": student} for teacher, student in ("ab"
 @pytest.mark.parametrize(
     ("graph", "sentence"),
     [
-        ([], "an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out"),
+        ([], "the graph is empty, so no peer would learn; set alpha = 0, or leave the term out"),
         ([AB, {"teacher": "b", "student": "b"}], "peer 'b' can't learn from itself"),
         (
             [AB, BA, AB | {"alpha": 2.0}],
-            "the edge from teacher 'a' to student 'b' stands there twice; to make it count more, give it a weight",
+            "the edge from teacher 'a' to student 'b' is given twice; to make it count more, give it a weight",
         ),
     ],
 )

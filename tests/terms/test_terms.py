@@ -659,7 +659,7 @@ FAULTS = {
     ),
     "graph": (
         {"mutual": {"graph": [{"teacher": "a", "student": "c"}]}},
-        r"mutual\.graph: student 'c' is no peer; known: a, b$",
+        r"mutual\.graph: student 'c' is not a peer; known: a, b$",
     ),
     "teachers": ({"distil": {}}, r"distil: needs teachers, but the recipe has none; add a \[teachers\] table$"),
 }

@@ -1,4 +1,4 @@
-"""Shared weights: making a codebook, draws, steps and predictions, against a mean-field posterior."""
+"""Time shared weights against a mean-field posterior: making a codebook, draws, steps and predictions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "m
 def vit_weights(wide: int = 768) -> nn.Module:
     """Return the convolution and linear layers of a ViT-B/16 for ImageNet, as they start, one after another."""
     sides = [(wide, 3 * wide), (wide, wide), (wide, 4 * wide), (4 * wide, wide)] * 12
-    found = nn.Sequential(nn.Conv2d(3, wide, 16, 16), *(nn.Linear(*side) for side in sides), nn.Linear(wide, 1000))
+    layers = nn.Sequential(nn.Conv2d(3, wide, 16, 16), *(nn.Linear(*side) for side in sides), nn.Linear(wide, 1000))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        for layer in found:
+        for layer in layers:
             nn.init.trunc_normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
-    return found
+    return layers
 
 
 class SharedWeights:
@@ -72,15 +72,15 @@ class SharedWeights:
             return Point(self.field.materialise()).to(self.device)
         if kind == FIELD:
             return copy.deepcopy(self.field)
-        found = Shared(self.field.materialise(), self.codebook[0], sampling=kind)  # type: ignore[arg-type]
-        return found.to(self.device)
+        shared = Shared(self.field.materialise(), self.codebook[0], sampling=kind)  # type: ignore[arg-type]
+        return shared.to(self.device)
 
     def clustering(self) -> Measured:
-        """Time the way from a mean-field posterior to a codebook: outliers, components, merging, blending."""
+        """Time making a codebook of a mean-field posterior: outliers, components, merging, blending."""
         return self._clustering("sharing.clustering_s", self.field)
 
     def clustering_vit(self) -> Measured:
-        """Time the same of a ViT-B/16."""
+        """Time making a codebook of a ViT-B/16."""
         return self._clustering(VIT, MeanField(vit_weights(self.plan.vit_width), rho=-6.0).to(self.device))
 
     def _clustering(self, key: str, field: MeanField) -> Measured:
@@ -103,7 +103,9 @@ class SharedWeights:
 
         timed = self.bench.times(1e3 / count, {key: partial(draw, posterior) for key, posterior in kinds.items()})
         size = kinds["sharing.moment_draw_ms"].layout.size
-        return {key: one | {"setup_s": setup[key], "weights": size, "draws": count} for key, one in timed.items()}
+        return {
+            key: figures | {"setup_s": setup[key], "weights": size, "draws": count} for key, figures in timed.items()
+        }
 
     def steps(self) -> Measured:
         """Time training steps of a point, a mean-field posterior and shared weights, one network alone, in turn."""

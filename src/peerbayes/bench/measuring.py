@@ -1,4 +1,4 @@
-"""What is measured, in which order, and the record of it."""
+"""Run the benchmark: what is measured, in which order, and its record."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ Measurement = tuple[tuple[str, ...], bool, Callable[[], Measured]]  # keys, whet
 
 def measurements(bench: Bench) -> list[Measurement]:
     """Return what is to be timed, the headlines first."""
-    plan, found = bench.plan, list[Measurement]()
+    plan, planned = bench.plan, list[Measurement]()
 
     def epochs(key: str, method: str, steps: int, engine: Name = plan.engine, count: int = 1, **options: Any) -> None:
         gpu = engine == "compiled" or count > 1
-        found.append(((key,), gpu, lambda: bench.epochs(steps, engine, {key: bench.recipe(method, **options)}, count)))
+        planned.append(
+            ((key,), gpu, lambda: bench.epochs(steps, engine, {key: bench.recipe(method, **options)}, count))
+        )
 
     def predictions(key: str, *arguments: Any, **options: Any) -> None:
-        found.append(((key,), "precision" in options, partial(bench.predictions, key, *arguments, **options)))
+        planned.append(((key,), "precision" in options, partial(bench.predictions, key, *arguments, **options)))
 
     def point_and_bayesian() -> Measured:
         point = bench.recipe("dml", point=True, terms="likelihood mutual")
@@ -57,8 +59,8 @@ def measurements(bench: Bench) -> list[Measurement]:
 
     epochs("pair_epoch_s", "ours", plan.steps)
     epochs("packed3_epoch_s", "ours", plan.steps, count=PACKED)
-    found.append((RATIOS["bayesian_over_deterministic"], False, point_and_bayesian))
-    found.append((("single_step_ms", *theirs.THEIRS), False, partial(theirs.steps, bench)))
+    planned.append((RATIOS["bayesian_over_deterministic"], False, point_and_bayesian))
+    planned.append((("single_step_ms", *theirs.THEIRS), False, partial(theirs.steps, bench)))
     images = PREDICTED / plan.predicted
     whole = plan.predicted, plan.draws, images * DRAWS / plan.draws
     predictions("predict_50x10k_s", *whole)
@@ -77,7 +79,7 @@ def measurements(bench: Bench) -> list[Measurement]:
         "sharing.predict_{}_s": (trained.predictions, ["point", FIELD, *SAMPLINGS]),
     }
     for name, (measure, kinds) in by_kind.items():
-        found.append((tuple(name.format(kind) for kind in kinds), False, measure))
+        planned.append((tuple(name.format(kind) for kind in kinds), False, measure))
     for network in plan.networks:
         epochs(f"growth.network.{network}", "ours", plan.some, network=network)
     for peers in plan.peers:
@@ -85,8 +87,8 @@ def measurements(bench: Bench) -> list[Measurement]:
     for draws in plan.growing:
         predictions(f"growth.draws.{draws}", plan.predicted, draws, images)
     for count in plan.small:
-        found.append(((f"growth.small_batch.{count}",), False, partial(loop_and_vmap, count)))
-    return found
+        planned.append(((f"growth.small_batch.{count}",), False, partial(loop_and_vmap, count)))
+    return planned
 
 
 def run(
@@ -98,25 +100,33 @@ def run(
     reporter: Reporter,
     student: str | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure, and write the record after every measurement; return it with its path.
+    """Measure, and write the record after every measurement.
 
-    With ``only`` these figures are measured, and what else the file holds is kept if hardware, versions and settings
-    are the same. ``quick`` is hardly anything of everything. After ``budget`` seconds no measurement is started.
-    ``student`` is another network for the students and teachers of distillation.
+    Args:
+        device: where to measure; ``auto`` takes a GPU where there is one.
+        out: the record; by default ``results/bench-MACHINE.json``.
+        only: figures to measure; others that the file holds are kept if hardware, versions and settings are the same.
+        quick: smoke test: a few steps of every measurement.
+        budget: seconds after which no measurement is started.
+        reporter: is told each figure.
+        student: another network for the students and teachers of distillation.
+
+    Returns:
+        The record, and its path.
     """
     if budget is not None and not budget > 0:
         raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")
-    began, place = time.perf_counter(), pick_device(device)
-    usual = Workload() if place.type == "cuda" else CPU
+    began, target = time.perf_counter(), pick_device(device)
+    usual = Workload() if target.type == "cuda" else CPU
     plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
-    bench = Bench(place, plan if student is None else replace(plan, student=student))
+    bench = Bench(target, plan if student is None else replace(plan, student=student))
     if student is not None:
         with torch.random.fork_rng([]):
-            networks.build(student, network_inputs(bench.data))  # what can't be had is told now
+            networks.build(student, network_inputs(bench.data))  # fail now if it cannot be built
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
     wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
-    about = environment(place) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
+    about = environment(target) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
     name = (about["hardware"] if bench.on_gpu else platform.machine()) + (f"-{student}" if student else "")
@@ -126,7 +136,7 @@ def run(
     measured: Measured = before["measurements"] if _same(before, about) else {}
 
     def write() -> dict[str, Any]:
-        setup = {key: one["setup_s"] for key, one in measured.items() if "setup_s" in one}
+        setup = {key: figures["setup_s"] for key, figures in measured.items() if "setup_s" in figures}
         record = about | {"seconds": round(time.perf_counter() - began, 1)}
         record |= figures_of(keys, measured, bench.plan.batch) | {"setup_s": setup, "measurements": measured}
         storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
@@ -141,20 +151,22 @@ def run(
             if late or (needs_gpu and not bench.on_gpu):
                 raise InputError(f"left out: the {budget:g} s were used up" if late else NEEDS_GPU)
             if VIT in names and VIT not in only and bench.plan.vit_width == Workload.vit_width and not bench.on_gpu:
-                raise InputError(f"left out: takes long on a CPU; --only {VIT} measures it")
-            with torch.random.fork_rng([place] if bench.on_gpu else []):
-                found = measure()
-        except Exception as error:  # whatever it is, the rest goes on
-            found = {key: {"failed": sentence(error)} for key in names}
-        measured |= found
+                raise InputError(f"left out: slow on a CPU; measure it with --only {VIT}")
+            with torch.random.fork_rng([target] if bench.on_gpu else []):
+                result = measure()
+        except Exception as error:  # other measurements go on
+            result = {key: {"failed": sentence(error)} for key in names}
+        measured |= result
         record = write()
         for key in names:
-            reporter.headline(f"{record['seconds']:7.1f} s  {key} {found[key].get('median', found[key].get('failed'))}")
+            reporter.headline(
+                f"{record['seconds']:7.1f} s  {key} {result[key].get('median', result[key].get('failed'))}"
+            )
     return record, path
 
 
 def _same(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     """Return whether a record was made under the same conditions; a setting that it does not know concerns others."""
-    known = before.get("settings", {})
-    settings = {key: value for key, value in about["settings"].items() if key in known}
+    settings_before = before.get("settings", {})
+    settings = {key: value for key, value in about["settings"].items() if key in settings_before}
     return all(before.get(key) == value for key, value in {**about, "settings": settings}.items())

@@ -1,4 +1,4 @@
-"""The figures of a record: a function of what was timed alone."""
+"""Compute the figures of a record from what was timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RATIOS = {
 for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
     RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
     RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
-SOURCES = {  # what a figure that is not timed itself is made of
+SOURCES = {  # what derived figures are computed from
     "bayesian_torch_step_ms": tuple(THEIRS),
     "packed_network_step_ms": ("packed3_epoch_s",),
     **RATIOS,
@@ -36,7 +36,13 @@ SOURCES = {  # what a figure that is not timed itself is made of
 
 
 def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str, Any]:
-    """Return the figures, dotted keys as tables, and notes that say why one is None."""
+    """Return the figures, dotted keys as tables, and notes that say why one is None.
+
+    Args:
+        keys: of everything that can be timed.
+        measured: what was timed.
+        batch: images of a training step.
+    """
     flat: dict[str, Any] = {key: measured.get(key, {}).get("median") for key in keys}
     packed, predict = flat["packed3_epoch_s"], flat["predict_50x10k_s"]
     flat["bayesian_torch_step_ms"] = min((flat[key] for key in THEIRS if flat[key] is not None), default=None)
@@ -46,26 +52,39 @@ def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str,
     flat["predict_rate"] = predict and PREDICTED * DRAWS / predict
     for engine, key in MEMORY.items():
         flat[f"peak_memory_gib.{engine}"] = measured.get(key, {}).get("peak_memory_gib")
-    found: dict[str, Any] = {"figures": {}, "notes": {}}
+    record: dict[str, Any] = {"figures": {}, "notes": {}}
     for key, value in flat.items():
         *tables, last = key.split(".")
-        reduce(lambda node, name: node.setdefault(name, {}), tables, found["figures"])[last] = value
+        reduce(lambda node, name: node.setdefault(name, {}), tables, record["figures"])[last] = value
         if value is None:
             missing = " and ".join(source for source in SOURCES.get(key, ()) if flat[source] is None)
             why = f"needs {missing}" if missing else NEEDS_GPU if key in SOURCES else "not measured"
-            found["notes"][key] = measured.get(key, {}).get("failed", why)
-    return found
+            record["notes"][key] = measured.get(key, {}).get("failed", why)
+    return record
 
 
 def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a figure is asked for by some names, or made of nothing but what is measured for them."""
+    """Return whether a figure is asked for, or made of nothing but what is measured for those asked for.
+
+    Args:
+        figure: its key.
+        only: keys asked for.
+        keys: of everything that can be timed.
+    """
     return set(needed(figure, keys)) <= {key for name in only for key in needed(name, keys)}
 
 
 def needed(name: str, keys: Sequence[str]) -> list[str]:
-    """Return what has to be timed for a figure, or for all figures below a name."""
-    known = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
-    if not known:
+    """Return what has to be timed for a figure, or for all figures below a name.
+
+    Args:
+        name: a figure's key, or the beginning of several.
+        keys: of everything that can be timed.
+    """
+    matching = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
+    if not matching:
         raise InputError(f"there is no figure '{name}'{nearest(name, [*keys, *SOURCES, 'growth'])}")
-    found = [[key] if key in keys else [k for source in SOURCES[key] for k in needed(source, keys)] for key in known]
-    return [key for part in found for key in part]
+    sources = [
+        [key] if key in keys else [k for source in SOURCES[key] for k in needed(source, keys)] for key in matching
+    ]
+    return [key for part in sources for key in part]

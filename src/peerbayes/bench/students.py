@@ -1,4 +1,4 @@
-"""Distillation: steps of students, and predictions of their members."""
+"""Time distillation: steps of students, and predictions of their members."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMBERS = ("average", "members", "tiled")  # how a rank-one student predicts: on
 
 def steps(bench: Bench) -> Measured:
     """Time steps of one student of four untrained teachers, by recipe, in turn."""
-    place = partial(build_peer, data=bench.data, seed=0, device=bench.device)
+    build = partial(build_peer, data=bench.data, seed=0, device=bench.device)
     cohorts: dict[str, Cohorts] = {}
     teachers: Teachers | None = None
     for name in STUDENTS:
@@ -34,7 +34,7 @@ def steps(bench: Bench) -> Measured:
         recipe = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
         if teachers is None:
             like = [recipe.peers[0].model_copy(update={"name": f"teacher{number}"}) for number in range(4)]
-            teachers = Teachers([place(peer) for peer in like])
+            teachers = Teachers([build(peer) for peer in like])
         cohorts[f"distillation.{name.replace('-', '_')}_step_ms"] = Cohorts(
             bench, recipe, bench.plan.engine, teachers=teachers
         )

@@ -1,4 +1,4 @@
-"""One Bayesian network alone, ours and bayesian-torch's."""
+"""Time training steps of one Bayesian network, ours and bayesian-torch's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def steps(bench: Bench) -> Measured:
         try:
             step = _their_steps(bench, precision)
             setup = bench.seconds(partial(step, bench.plan.warm_up))
-        except Exception as error:  # theirs must not take ours with it
+        except Exception as error:  # a failure of theirs must not stop ours
             about[key] = {"failed": sentence(error)}
         else:
             ways[key] = step
             about[key] = {"setup_s": setup, "images": "one batch on the device, not augmented"}
     timed = bench.times(1e3 / count, {key: partial(step, count) for key, step in ways.items()})
-    return {key: timed.get(key, {}) | one | {"steps": count} for key, one in about.items()}
+    return {key: timed.get(key, {}) | notes | {"steps": count} for key, notes in about.items()}
 
 
 def _their_steps(bench: Bench, precision: torch.dtype | None) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""A device, random data, and ways to time what is done with them."""
+"""Provide a device, random data, and ways to time what is done with them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,27 @@ from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 
 Measured = dict[str, dict[str, Any]]
-KIBS = 2**30 if sys.platform == "darwin" else 2**20  # of ru_maxrss in a GiB
+KIBS = 2**30 if sys.platform == "darwin" else 2**20  # units of ru_maxrss in a GiB
 
 
 class _Strict(Reporter):
-    """A warning is a failure: an engine that gave up would be timed under another one's name."""
+    """Turn warnings into errors: an engine that fell back to another would be timed under its name."""
 
     def warn(self, text: str) -> None:
         raise RuntimeError(text)
 
 
 class Cohorts:
-    """Cohorts of a recipe, warmed up, that step in turn; ``setup_s`` goes from building them to their first step."""
+    """Cohorts of a recipe, warmed up, that step in turn; ``setup_s`` is the time until their first step.
+
+    Args:
+        bench: the machine, the data and the plan.
+        recipe: that they train.
+        engine: that runs their steps.
+        count: cohorts.
+        teachers: of all cohorts.
+        peer: a posterior for every peer; by default those of the recipe.
+    """
 
     def __init__(
         self,
@@ -66,7 +75,7 @@ class Cohorts:
         self.step(bench.plan.warm_up)
 
     def step(self, count: int) -> None:
-        """Let every cohort train for so many steps."""
+        """Train every cohort for ``count`` steps."""
         for _ in range(count):
             for learner in self.learners:
                 with learner.engine.running():
@@ -74,7 +83,12 @@ class Cohorts:
 
 
 class Bench:
-    """A device, random data, and what can be timed with them."""
+    """A device, random data, and what can be timed with them.
+
+    Args:
+        device: where to measure.
+        plan: how much is timed.
+    """
 
     def __init__(self, device: torch.device, plan: Workload) -> None:
         self.device, self.plan, self.on_gpu = device, plan, device.type == "cuda"
@@ -85,12 +99,12 @@ class Bench:
         self.data = Dataset("random", split, None, split, 100, None, (3, 32, 32), (0.5,) * 3, (0.25,) * 3)
 
     def wait(self) -> None:
-        """Wait until the device has done what it was asked."""
+        """Wait until the device has finished."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, function: Callable[[], Any]) -> float:
-        """Return the wall time of a call and of what it asks of the device."""
+        """Return the wall time of a call, including its work on the device."""
         self.wait()
         began = time.perf_counter()
         function()
@@ -98,14 +112,14 @@ class Bench:
         return time.perf_counter() - began
 
     def forget_memory(self) -> None:
-        """Give back what nobody uses, and look at the device's memory from now on."""
+        """Free unused memory, and restart the count of the device's peak memory."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def most_memory(self) -> dict[str, float]:
-        """Return the most that there was of the GPU's memory since `forget_memory`; else, of the process since ever."""
+        """Return the GPU's peak memory since `forget_memory`; without a GPU the process's peak memory."""
         if not self.on_gpu:
             if os.name != "posix":
                 return {}
@@ -116,27 +130,46 @@ class Bench:
         return {"peak_memory_gib": allocated / 2**30, "peak_reserved_gib": reserved / 2**30}
 
     def times(self, scale: float, functions: Mapping[str, Callable[[], Any]]) -> Measured:
-        """Time functions in turn, in rounds; return their measurements, times ``scale``."""
+        """Time functions in turn, in rounds, and return their measurements.
+
+        Args:
+            scale: factor of the seconds.
+            functions: by key.
+        """
         rounds = [[self.seconds(function) * scale for function in functions.values()] for _ in range(self.plan.repeats)]
         return {
-            name: {"median": statistics.median(found), "spread": [min(found), max(found)], "repeats": len(found)}
-            for name, found in zip(functions, zip(*rounds, strict=True), strict=True)
+            name: {"median": statistics.median(values), "spread": [min(values), max(values)], "repeats": len(values)}
+            for name, values in zip(functions, zip(*rounds, strict=True), strict=True)
         }
 
     def calls(self, scale: float, calls: Mapping[str, Callable[[], Any]], **about: Any) -> Measured:
-        """Time calls in turn, each after one that warms it up; add what there is to say about them."""
+        """Time calls in turn, each after one that warms it up.
+
+        Args:
+            scale: factor of the seconds.
+            calls: by key.
+            about: what else the measurements say.
+        """
         setup = {key: self.seconds(call) for key, call in calls.items()}
         timed = self.times(scale, calls)
-        return {key: one | {"setup_s": setup[key], **about} for key, one in timed.items()}
+        return {key: figures | {"setup_s": setup[key], **about} for key, figures in timed.items()}
 
     def steps(self, cohorts: Mapping[str, Cohorts]) -> Measured:
         """Time ``some`` training steps of cohorts by key, in turn, in milliseconds a step."""
         count = self.plan.some
-        timed = self.times(1e3 / count, {key: partial(found.step, count) for key, found in cohorts.items()})
-        return {key: one | {"setup_s": cohorts[key].setup_s, "steps": count} for key, one in timed.items()}
+        timed = self.times(1e3 / count, {key: partial(cohort.step, count) for key, cohort in cohorts.items()})
+        return {key: figures | {"setup_s": cohorts[key].setup_s, "steps": count} for key, figures in timed.items()}
 
     def recipe(self, method: str, peers: int = 2, network: str = "", point: bool = False, terms: str = "") -> Recipe:
-        """Return the first stage of a CIFAR-100 recipe, or some of its terms, for peers alike and from scratch."""
+        """Return the first stage of a CIFAR-100 recipe, or some of its terms, for equal peers from scratch.
+
+        Args:
+            method: of the recipe.
+            peers: how many.
+            network: of the peers; by default the plan's first.
+            point: whether the peers are points.
+            terms: names of the terms that stay; all by default.
+        """
         table = load_recipe(f"mutual/cifar100-resnet20-{method}").model_dump(exclude_none=True)
         posterior = {"kind": "point"} if point else table["peers"][0]["posterior"]
         peer = {"network": network or self.plan.networks[0], "posterior": posterior}
@@ -147,18 +180,34 @@ class Bench:
         return Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
 
     def epochs(self, steps: int, engine: Name, recipes: Mapping[str, Recipe], count: int = 1) -> Measured:
-        """Time epochs of cohorts by key, in turn; ``count`` of each step side by side. Adds their memory, on a GPU."""
+        """Time epochs of cohorts by key, in turn, with their memory on a GPU.
+
+        Args:
+            steps: that are timed, and scaled to an epoch.
+            engine: that runs them.
+            recipes: by key.
+            count: cohorts of each that step side by side.
+        """
         self.forget_memory()
         whole = EPOCH // self.plan.batch
         about: dict[str, Any] = {"engine": engine, "precision": self.plan.precision, "steps": steps, "scaled_to": whole}
         cohorts = {key: Cohorts(self, recipe, engine, count) for key, recipe in recipes.items()}
-        timed = self.times(whole / steps, {key: partial(found.step, steps) for key, found in cohorts.items()})
+        timed = self.times(whole / steps, {key: partial(cohort.step, steps) for key, cohort in cohorts.items()})
         if self.on_gpu:
             about |= self.most_memory()
-        return {key: one | about | {"setup_s": cohorts[key].setup_s} for key, one in timed.items()}
+        return {key: figures | about | {"setup_s": cohorts[key].setup_s} for key, figures in timed.items()}
 
     def predictions(self, key: str, count: int, draws: int, scale: float, most: int = -1, **options: Any) -> Measured:
-        """Time predictions of ``count`` images, after one that warms up; ``most`` stands in for `TOGETHER`."""
+        """Time predictions, after one that warms up.
+
+        Args:
+            key: of the measurement.
+            count: images.
+            draws: networks.
+            scale: factor of the seconds.
+            most: stands in for `TOGETHER`, if it is not negative.
+            options: of `Posterior.predict`.
+        """
         images = self.data.train.batch(torch.arange(count), self.device)[0]
         recipe = self.recipe("vanilla", 1)
         posterior = build_peer(recipe.peers[0], self.data, 0, self.device)

@@ -1,4 +1,4 @@
-"""How much is timed, by machine."""
+"""Define how much is timed, by machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and dr
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is timed; an epoch is scaled from ``steps`` of a pair, ``some`` (growth) or ``few`` (slow engines)."""
+    """Amount that is timed; an epoch is scaled from ``steps`` of a pair, ``some`` (growth) or ``few`` (slow)."""
 
     engine: Name = "captured"
     precision: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""Codebooks: the weights of a Bayesian network as a few Gaussians in the plane of (mean, standard deviation)."""
+"""Codebooks: the weights of a Bayesian network as few Gaussians in the plane of (mean, standard deviation)."""
 
 from peerbayes.codebook.build import Sharing, gradient_statistic, share, shared_weights
 from peerbayes.codebook.clustering import em, kmeans

@@ -1,4 +1,4 @@
-"""What shared weights have in common: a table of Gaussians, and which weight belongs to what."""
+"""Define the codebook: a table of Gaussians, and which of them each weight belongs to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES = 15  # steps of a blended weight's share
 
 @dataclass(frozen=True)
 class Codebook:
-    """Where n weights have their distributions from. Every weight is in exactly one of three classes.
+    """Distributions of n weights. Every weight is in exactly one of three classes.
 
     Attributes:
         component: (K, 2), mean m and scale s of the components.
@@ -44,7 +44,12 @@ class Codebook:
 
 
 def blank_codebook(size: int, device: torch.device) -> Codebook:
-    """Return a codebook of one component."""
+    """Return a codebook of one component.
+
+    Args:
+        size: weights.
+        device: where its tensors live.
+    """
     none = torch.empty(0, dtype=torch.int64, device=device)
     return Codebook(
         component=torch.ones(1, 2, device=device),
@@ -60,7 +65,14 @@ def blank_codebook(size: int, device: torch.device) -> Codebook:
 
 
 def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascending: bool = False) -> None:
-    """Refuse a codebook that does not describe ``size`` weights, each once, or not in ``ascending`` order."""
+    """Check that a codebook describes each of ``size`` weights once.
+
+    Args:
+        book: the codebook.
+        size: weights.
+        origin: where it comes from; begins the error.
+        ascending: whether blended weights and outliers must be in the order of the weights.
+    """
     components = len(book.component)
     if components < 1 or book.component.shape != (components, 2) or book.cholesky.shape != (components, 3):
         raise InputError(f"{origin}: expected centres (K, 2) and Cholesky factors (K, 3) of at least one component")
@@ -88,7 +100,12 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
 
 
 def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Return the codebook as a file has it, for tensors of these sizes: weights in order, shares in 15ths."""
+    """Return the codebook as a file has it: weights in order, shares in 15ths.
+
+    Args:
+        book: the codebook.
+        sizes: weights of each tensor, in their order.
+    """
     return _sorted(_arranged(book, sizes))
 
 
@@ -108,14 +125,14 @@ def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
 
 
 def _sorted(book: Codebook) -> Codebook:
-    place, turn = book.outlier.argsort(), book.blended.argsort()
-    share = (book.blend_weight[turn, 0].float() * SHARES).round()
+    outlier_order, blended_order = book.outlier.argsort(), book.blended.argsort()
+    share = (book.blend_weight[blended_order, 0].float() * SHARES).round()
     return replace(
         book,
-        blended=book.blended[turn],
-        blend_component=book.blend_component[turn],
+        blended=book.blended[blended_order],
+        blend_component=book.blend_component[blended_order],
         blend_weight=torch.stack([share / SHARES, (SHARES - share) / SHARES], 1),
-        outlier=book.outlier[place],
-        outlier_mean=book.outlier_mean[place],
-        outlier_std=book.outlier_std[place],
+        outlier=book.outlier[outlier_order],
+        outlier_mean=book.outlier_mean[outlier_order],
+        outlier_std=book.outlier_std[outlier_order],
     )

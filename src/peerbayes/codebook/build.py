@@ -1,4 +1,4 @@
-"""From a mean-field posterior to a codebook: outliers, components, merging, blending."""
+"""Make a codebook from a mean-field posterior: outliers, components, merging, blending."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ BATCH = 1 << 16  # points of a step of expectation-maximisation
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a codebook is made; see the recipe's posterior of kind ``shared``."""
+    """Options of how a codebook is made; see the recipe's posterior of kind ``shared``.
+
+    Example:
+        >>> from peerbayes.codebook import Sharing
+        >>> Sharing(components=64, blend=False).threshold
+        0.2
+    """
 
     components: int = 0
     threshold: float = 0.2
@@ -50,7 +56,16 @@ class Sharing:
 
 
 def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
-    """Return where the weights that are to be shared lie, and their means and scales, flat (n,) each."""
+    """Return the layout of the weights to be shared, and their means and scales, flat (n,) each.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import shared_weights
+        >>> layout, mean, std = shared_weights(MeanField(torch.nn.Linear(8, 4)))
+        >>> list(layout.shapes), mean.shape, std.shape
+        (['weight'], torch.Size([32]), torch.Size([32]))
+    """
     names = usually_shared(posterior.network, posterior.layout.shapes)
     if not names:
         raise InputError("the posterior has no weights of convolutions or linear layers to share")
@@ -63,13 +78,26 @@ def shared_weights(posterior: Posterior) -> tuple[Layout, Tensor, Tensor]:
 def share(
     posterior: Posterior, options: Sharing, gradient: Tensor | None, seed: int = 0
 ) -> tuple[Codebook, dict[str, Any]]:
-    """Make a codebook of a mean-field posterior's weights; return it with an account of what was done.
+    """Make a codebook of a mean-field posterior's weights.
 
     Args:
         posterior: trained, on any device; it is not changed.
         options: thresholds and numbers.
         gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None where it does not count.
         seed: of the clustering.
+
+    Returns:
+        The codebook, and an account of how it was made.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import Sharing, share
+        >>> posterior = MeanField(torch.nn.Linear(32, 32))
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> book, account = share(posterior, options, gradient=None)
+        >>> account["weights"], account["components"]
+        (1024, 8)
     """
     clock, seconds = time.perf_counter(), dict[str, float]()
 
@@ -90,10 +118,10 @@ def share(
     lap("outliers")
 
     inside = (~alone).nonzero()[:, 0]
-    points = torch.stack([mean[inside], std[inside]], 1).double()  # of those inside: with millions a copy counts
+    points = torch.stack([mean[inside], std[inside]], 1).double()  # of inliers: a copy of millions counts
     left = len(inside)
     if not left:
-        raise InputError("all weights are outliers, by their means or gradients; raise threshold, or lower top")
+        raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")
     count = options.components or _components_for(left)
     if count > left:
         raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")
@@ -107,48 +135,48 @@ def share(
     else:
         centres = kmeans(points, count, Address(seed, "sharing", "kmeans"))
         labels = nearest(points, centres)[:, 0]
-    found = components_of(points, labels, count)
+    components = components_of(points, labels, count)
     lap("clustering")
     if options.em_steps:
-        found = em(points, found, options.em_steps, BATCH, Address(seed, "sharing", "em"))
-        labels = most_probable(points, found)
-        # By its weights from now on, not by its share of all: where components overlap these differ.
-        found = replace(found, count=torch.bincount(labels, minlength=count).double())
+        components = em(points, components, options.em_steps, BATCH, Address(seed, "sharing", "em"))
+        labels = most_probable(points, components)
+        # Count weights from now on, not mixture shares: they differ where components overlap.
+        components = replace(components, count=torch.bincount(labels, minlength=count).double())
         lap("em")
 
-    small = found.count < (max(1, options.smallest) if options.outliers else 1)
+    small = components.count < (max(1, options.smallest) if options.outliers else 1)
     few = small[labels]
     alone[inside[few]] = True
     inside, points, labels = inside[~few], points[~few], labels[~few]
-    found, labels = _kept(found, ~small, labels)
-    if not len(found.mean):
+    components, labels = _kept(components, ~small, labels)
+    if not len(components.mean):
         fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
         raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
     log: dict[str, Any] = {}
-    if options.merge.get("distance", 1) > 0 and len(found.mean) > 1:
-        spread = found.covariance[:, 0, 0]
-        # The size of a centre's gradient, at most.
-        own = None if gradient is None else summed(gradient[inside], labels, len(found.mean))
-        found, mapping, log = merge(found, gradient=own, spread=spread, **options.merge)
+    if options.merge.get("distance", 1) > 0 and len(components.mean) > 1:
+        spread = components.covariance[:, 0, 0]
+        # An upper bound of the size of a centre's gradient.
+        slope = None if gradient is None else summed(gradient[inside], labels, len(components.mean))
+        components, mapping, log = merge(components, gradient=slope, spread=spread, **options.merge)
         labels = mapping[labels]
     lap("merging")
 
-    place = torch.empty(0, dtype=torch.int64, device=mean.device)
-    pair, weight = place.view(0, 2), torch.empty(0, 2, device=mean.device)
-    if options.blend and len(found.mean) > 1:
-        place, pair, weight = blends(points, labels, found)
-        whole = (weight[:, 0] * SHARES).round() == SHARES  # all of one component, as shares are kept
-        labels[place[whole]] = pair[whole, 0]
-        place, pair, weight = inside[place[~whole]], pair[~whole], weight[~whole]
+    blended = torch.empty(0, dtype=torch.int64, device=mean.device)
+    pair, weight = blended.view(0, 2), torch.empty(0, 2, device=mean.device)
+    if options.blend and len(components.mean) > 1:
+        blended, pair, weight = blends(points, labels, components)
+        whole = (weight[:, 0] * SHARES).round() == SHARES  # of a single component once shares are rounded
+        labels[blended[whole]] = pair[whole, 0]
+        blended, pair, weight = inside[blended[~whole]], pair[~whole], weight[~whole]
     lap("blending")
     every = torch.zeros(layout.size, dtype=torch.int64, device=mean.device)
     every[inside] = labels
     single = alone.nonzero()[:, 0]
     book = Codebook(
-        found.mean.float(),
-        cholesky_of(found.covariance).float(),
+        components.mean.float(),
+        cholesky_of(components.covariance).float(),
         every,
-        place,
+        blended,
         pair,
         weight.float(),
         single,
@@ -157,12 +185,12 @@ def share(
     )
     account = {
         "weights": layout.size,
-        "components": len(found.mean),
+        "components": len(components.mean),
         "components_at_first": count,
         "outliers": len(single),
         "outliers_by_rule": by_rule,
         "outliers_of_small_components": len(single) - by_rule,
-        "blended": len(place),
+        "blended": len(blended),
         "merging": log,
         "seconds": seconds,
     }
@@ -180,12 +208,12 @@ def _typical_variance(points: Tensor, part: Tensor) -> float:
     The variance of all weights would be that of the largest ones: a head with weights of 0.3 would leave a handful of
     components to convolutions with weights of 0.01.
     """
-    found = components_of(points, part, int(part.max()) + 1)
-    variance = found.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
+    components = components_of(points, part, int(part.max()) + 1)
+    variance = components.covariance.diagonal(dim1=1, dim2=2).sum(1) - 2 * RIDGE
     wide = variance > 0
-    if not bool(wide.any()):  # each part is one point, whatever a bit is worth
+    if not bool(wide.any()):  # each part is a single point
         return float(points.var(0, correction=0).sum()) or 1.0
-    return float((found.count[wide] @ variance[wide].log() / found.count[wide].sum()).exp())
+    return float((components.count[wide] @ variance[wide].log() / components.count[wide].sum()).exp())
 
 
 def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Components, Tensor]:
@@ -195,7 +223,7 @@ def _kept(components: Components, keep: Tensor, labels: Tensor) -> tuple[Compone
 
 
 def cholesky_of(covariance: Tensor) -> Tensor:
-    """Return a, b, c of [[a, 0], [b, c]], (K, 3), for covariances (K, 2, 2)."""
+    """Return a, b, c of the factors [[a, 0], [b, c]], (K, 3), of covariances (K, 2, 2)."""
     a = covariance[:, 0, 0].clamp_min(0).sqrt()
     b = torch.where(a > 0, covariance[:, 0, 1] / torch.where(a > 0, a, 1.0), 0.0)
     c = (covariance[:, 1, 1] - b.square()).clamp_min(0).sqrt()
@@ -203,14 +231,30 @@ def cholesky_of(covariance: Tensor) -> Tensor:
 
 
 def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
-    """Return the mean over batches of an epoch of |∂ CE / ∂ μ_i| for the weights to be shared, (n,), one draw a batch.
+    """Return the mean over an epoch's batches of |∂ CE / ∂ μ_i|, one draw a batch, for the weights to be shared, (n,).
 
-    Batch-norm runs with its running statistics; nothing of the posterior changes.
+    Batch-norm runs with its running statistics; the posterior does not change.
+
+    Args:
+        posterior: a posterior with scales.
+        split: training inputs and labels.
+        seed: of the order of the inputs.
+        batch_size: inputs at a time.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import gradient_statistic
+        >>> from peerbayes.data import ArraySplit
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4))
+        >>> split = ArraySplit(torch.zeros(6, 1, 4, 4, dtype=torch.uint8), torch.arange(6) % 4)
+        >>> gradient_statistic(MeanField(network), split).shape
+        torch.Size([64])
     """
     layout, _, _ = shared_weights(posterior)
     total = torch.zeros(posterior.layout.size, device=posterior.device)
     address = Address(seed, posterior.name, "gradient statistic")
-    parts = order(len(split), address.sub("order")).split(batch_size)  # of one class the slopes would add up
+    parts = order(len(split), address.sub("order")).split(batch_size)  # in class order the gradients would add up
     with evaluating(posterior):
         for number, index in enumerate(parts):
             images, labels = split.batch(index, posterior.device)

@@ -1,4 +1,4 @@
-"""Clustering in the plane: k-means and EM, in float64 and bounded memory.
+"""Cluster points of the plane by k-means and EM, in float64 and bounded memory.
 
 Nothing loops over points or components, and no sum depends on the order in which a device does its additions, so that
 a result is a function of its arguments, also on a GPU.
@@ -32,8 +32,8 @@ from peerbayes.math.noise import Address
 # Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
 _HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
 
-# Of thousands of components only these many are looked at for a point by expectation-maximisation: those with the
-# longest axes, which reach far, and of the others those with the nearest means. All pairs of 11 million weights and
+# With thousands of components, EM considers only these many for a point: those with the
+# longest axes, which reach far, and among the others those with the nearest means. All pairs of 11 million weights and
 # 6000 components would be 67 billion.
 BROAD, NEAR = 96, 32
 
@@ -50,7 +50,7 @@ def kmeans(
     batch: int = 1 << 18,
     full: int = 4,
 ) -> Tensor:
-    r"""Centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
+    """Return centres that make ``Σ_i min_k ‖x_i − c_k‖²`` small: for (μ, σ) of weights, a W₂-optimal quantisation.
 
     Seeds are split from one centre, on ``max(batch, 32 K)`` random points: in every round, after two steps of Lloyd,
     the clusters of which a split gains most, by ``(2/π) n_k λ_k`` with the largest eigenvalue of their covariance, are
@@ -75,6 +75,15 @@ def kmeans(
 
     Returns:
         The centres, float64, shape ``(K, 2)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.codebook import kmeans
+        >>> points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0]])
+        >>> kmeans(points, count=2, address=Address(0, "doc"))
+        tensor([[ 0.,  1.],
+                [10.,  1.]], dtype=torch.float64)
     """
     check_points("points", points)
     if not 1 <= count <= len(points):
@@ -82,7 +91,7 @@ def kmeans(
     if rounds < 0 or full < 0 or batch < 1:
         raise InputError(f"rounds, full and batch are {rounds}, {full} and {batch}: expected at least 0, 0 and 1.")
     points = points.double()
-    centres = _grown(_subset(points, max(batch, 32 * count), address.sub("seeds")), count)
+    centres = _split_centres(_subset(points, max(batch, 32 * count), address.sub("seeds")), count)
     if len(points) <= batch:
         return _lloyd(points, centres, rounds + full)
     seen = torch.zeros(count, dtype=torch.int64, device=points.device)
@@ -102,13 +111,13 @@ def _subset(points: Tensor, size: int, address: Address) -> Tensor:
     return points[noise.integers(address, len(points), size, points.device)]
 
 
-def _grown(points: Tensor, count: int) -> Tensor:
+def _split_centres(points: Tensor, count: int) -> Tensor:
     """Return ``count`` centres, split from one: see `kmeans`."""
     centres = points.mean(0, keepdim=True)
     while len(centres) < count:
-        centres = _relocated(*_moved(points, centres))
-        size, centres, covariance = _moved(points, centres)
-        largest, axis = _longest(covariance)
+        centres = _relocate(*_lloyd_step(points, centres))
+        size, centres, covariance = _lloyd_step(points, centres)
+        largest, axis = _principal_axis(covariance)
         more = min(max(1, len(centres) // 2), count - len(centres))
         chosen = (size * largest).argsort(descending=True, stable=True)[:more]
         lower, upper = _halves(centres[chosen], largest[chosen], axis[chosen])
@@ -119,36 +128,36 @@ def _grown(points: Tensor, count: int) -> Tensor:
 def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
     """Return the centres after steps of Lloyd, all but the last with a relocation."""
     for left in reversed(range(steps)):
-        size, moved, covariance = _moved(points, centres)
+        size, moved, covariance = _lloyd_step(points, centres)
         if left:
-            moved = _relocated(size, moved, covariance)
+            moved = _relocate(size, moved, covariance)
         if torch.equal(moved, centres):
             break
         centres = moved
     return centres
 
 
-def _moved(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _lloyd_step(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many points are nearest to each centre, and their moments; see `member_moments`."""
     return member_moments(points, nearest(points, centres).squeeze(1), centres)
 
 
-def _relocated(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
+def _relocate(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
     """Return the centres with those that are missed least where they gain most: see `kmeans`."""
     if len(centres) < 2:
         return centres
-    largest, axis = _longest(covariance)
-    own = torch.arange(len(centres), device=centres.device)
+    largest, axis = _principal_axis(covariance)
+    index = torch.arange(len(centres), device=centres.device)
     first, second = nearest(centres, centres, 2).unbind(1)
-    other = torch.where(size > 0, torch.where(first == own, second, first), own)
+    other = torch.where(size > 0, torch.where(first == index, second, first), index)
     share = size / (size + size[other]).clamp_min(1)
     cost = size[other] * share * (centres - centres[other]).square().sum(1)
-    pair = (other[other] == own) & ((own < other) | (size == 0))
+    pair = (other[other] == index) & ((index < other) | (size == 0))
     cost, free = torch.where(pair, cost, torch.inf).sort(stable=True)
     gain, split = (_SPLIT_GAIN * size * largest).sort(descending=True, stable=True)
     better = (cost < gain).nonzero().squeeze(1)
     free, split = free[better], split[better]
-    busy = torch.zeros_like(own, dtype=torch.bool)
+    busy = torch.zeros_like(index, dtype=torch.bool)
     busy[free] = busy[other[free]] = True
     free, split = free[~busy[split]], split[~busy[split]]
     lower, upper = _halves(centres[split], largest[split], axis[split])
@@ -162,7 +171,7 @@ def _halves(centres: Tensor, largest: Tensor, axis: Tensor) -> tuple[Tensor, Ten
     return centres - offset, centres + offset
 
 
-def _longest(covariance: Tensor) -> tuple[Tensor, Tensor]:
+def _principal_axis(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalue (at least 0) and its unit vector, shapes ``(K,)`` and ``(K, 2)``."""
     half = 0.5 * (covariance[:, 0, 0] - covariance[:, 1, 1])
     middle = 0.5 * (covariance[:, 0, 0] + covariance[:, 1, 1])
@@ -184,7 +193,7 @@ def em(
     ridge: float = RIDGE,
     decay: float = 0.6,
 ) -> Components:
-    r"""Expectation-maximisation of ``Σ_i log Σ_k π_k N(x_i; m_k, Σ_k)``, on all points or on random mini-batches.
+    """Fit a mixture by expectation-maximisation of ``Σ_i log Σ_k π_k N(x_i; m_k, Σ_k)``, on all points or mini-batches.
 
     ``r_ik = softmax_k(log π_k + log N(x_i; m_k, Σ_k))``; then ``π_k``, ``m_k`` and ``Σ_k`` are the share, the mean and
     the covariance (plus a ridge) of the points weighted by ``r_ik``. If all points fit into a batch this is plain EM.
@@ -203,6 +212,16 @@ def em(
 
     Returns:
         The components; counts are ``n π_k``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.codebook import components_of, em
+        >>> points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0]])
+        >>> start = components_of(points, torch.tensor([0, 0, 1, 1]), count=2)
+        >>> em(points, start, steps=2, batch=4, address=Address(0, "doc"), ridge=1.0).mean.round(decimals=4)
+        tensor([[ 0.,  1.],
+                [10.,  1.]], dtype=torch.float64)
     """
     check_points("points", points)
     if steps < 0 or batch < 1:
@@ -212,21 +231,26 @@ def em(
     components = replace(components, count=components.count * (size / components.count.sum()))
     for step in range(steps):
         part = _subset(points, batch, address.sub(f"em {step}"))
-        found = _maximised(part, components, ridge)
-        found = replace(found, count=found.count * (size / len(part)))
+        update = _maximised(part, components, ridge)
+        update = replace(update, count=update.count * (size / len(part)))
         if size <= batch:
-            components = found
+            components = update
         else:
             weight = (step + 2) ** -decay
             old = replace(components, count=components.count * (1 - weight))
-            components = merged(old, replace(found, count=found.count * weight))
+            components = merged(old, replace(update, count=update.count * weight))
     return components
 
 
 def most_probable(points: Tensor, components: Components) -> Tensor:
-    """Return for each point (n, 2) the number of the component that it most probably is of, (n,); see `_joint`."""
-    found = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
-    return torch.cat(list(found)).squeeze(1)
+    """Return for each point the component that it most probably belongs to, (n,); see `_joint`.
+
+    Args:
+        points: shape ``(n, 2)``.
+        components: K components.
+    """
+    labels = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
+    return torch.cat(list(labels)).squeeze(1)
 
 
 def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -236,7 +260,7 @@ def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Ten
     that many in all, all of them. Nothing is of a component without weight.
     """
     present = (components.count > 0).nonzero().squeeze(1)
-    longest = _longest(components.covariance[present])[0].argsort(descending=True, stable=True)
+    longest = _principal_axis(components.covariance[present])[0].argsort(descending=True, stable=True)
     broad, others = present, present[:0]
     if len(present) > BROAD + NEAR:
         broad, others = present[longest[:BROAD]], present[longest[BROAD:]]

@@ -1,4 +1,4 @@
-"""Which component every weight belongs to, in about as few bits as its entropy: tables of frequencies and rANS.
+r"""Code which component every weight belongs to in about its entropy: tables of frequencies and rANS.
 
 The weights' numbers are coded part by part (a part is a layer) by range asymmetric numeral systems [1], in many lanes
 that NumPy steps together. All parts share one table of frequencies. A part may reshape it: the symbols, in their order,
@@ -9,7 +9,7 @@ the same layers: `arrange` finds such an order.
 A table keeps square roots of counts, rounded: that costs a quarter of a bit a symbol and halves the table. What both
 sides must agree on is made of integers and of single float64 operations, which IEEE 754 rounds alike everywhere.
 
-Bytes, little-endian: ``pbi\\x01``; a digest (8) of what follows, the alphabet and the parts; the length of the tables
+Bytes, little-endian: ``pbi\x01``; a digest (8) of what follows, the alphabet and the parts; the length of the tables
 (4); the tables (see `_squeeze`: a level for each part that is not empty, the shared table, the parts' own); the lanes'
 states (8 each); words (4 each).
 
@@ -47,7 +47,12 @@ LZMA = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 16, "lc": 0, "lp": 0, "pb": 
 
 
 def encode(symbols: NDArray[np.integer] | Tensor, alphabet: int, parts: Sequence[int]) -> bytes:
-    """Code integers in ``0 .. alphabet - 1``, (n,): ``parts[0]`` of one distribution, then ``parts[1]`` of another...
+    """Code integers in ``0 .. alphabet - 1``, (n,), part by part.
+
+    Args:
+        symbols: the integers, (n,).
+        alphabet: how many symbols there are.
+        parts: integers of each part, n in all; each part has a distribution of its own.
 
     Raises:
         InputError: the symbols are no such integers, or the parts do not add up to their number.
@@ -72,9 +77,14 @@ def encode(symbols: NDArray[np.integer] | Tensor, alphabet: int, parts: Sequence
 
 
 def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
-    """Return the symbols (n,), int64, that `encode` was given with the same alphabet and parts.
+    """Return the symbols (n,), int64, that `encode` was given.
 
     Memory stays within a small multiple of n + alphabet + the length of the data, whatever the data are.
+
+    Args:
+        data: what `encode` returned.
+        alphabet: as it was encoded with.
+        parts: as it was encoded with.
 
     Raises:
         InputError: the data are damaged, or belong to another alphabet or other parts.
@@ -83,10 +93,10 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
     head = len(MAGIC) + DIGEST
     body = memoryview(data)[head:]
     if len(body) < 4 or data[: len(MAGIC)] != MAGIC:
-        raise InputError("index: not one of ours, or cut short (its first bytes are wrong)")
+        raise InputError("index: not written by peerbayes, or truncated (its first bytes are wrong)")
     if data[len(MAGIC) : head] != _digest(body, alphabet, parts):
         raise InputError("index: damaged, or made for other components or layers (its digest does not match)")
-    # Whoever changes bytes can change the digest too: what follows trusts nothing.
+    # Whoever changes bytes can change the digest too: trust nothing below.
     start = 4 + int.from_bytes(body[:4], "little")
     first = start + 8 * _lanes(size)
     if first > len(body) or (len(body) - first) % 4:
@@ -99,16 +109,21 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
 
 
 def arrange(symbols: NDArray[np.integer] | Tensor, means: NDArray[np.floating] | Tensor, parts: Sequence[int]) -> Ints:
-    """Return the numbers of the components (K,), with these means, in an order that codes well: renumber them so.
+    """Return the components' numbers (K,) in an order that codes well, to renumber them by.
 
     By the layer their weights are in on average, rounded, then by mean. Symbols of K and above are left out.
+
+    Args:
+        symbols: the component of each weight, (n,).
+        means: of the components, (K,).
+        parts: weights of each layer.
     """
     array, values = np.asarray(symbols), np.asarray(means)
     count, total = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
     for number, where in enumerate(_slices(parts)):
         part = array[where]
-        own = np.bincount(part[part < len(values)], minlength=len(values))
-        count, total = count + own, total + own * number
+        counts = np.bincount(part[part < len(values)], minlength=len(values))
+        count, total = count + counts, total + counts * number
     layers = total / np.maximum(count, 1)
     return np.lexsort((values, np.rint(layers)))
 
@@ -194,9 +209,9 @@ class _Shared:
 
     def ranks(self, alphabet: int) -> Ints:
         """Return each symbol's place among those that occur, (alphabet,)."""
-        found = np.zeros(alphabet, np.int64)
-        found[self.symbols] = np.arange(len(self.symbols))
-        return found
+        ranks = np.zeros(alphabet, np.int64)
+        ranks[self.symbols] = np.arange(len(self.symbols))
+        return ranks
 
     def finest(self, size: int) -> int:
         """Return the highest level open to a part of this size, which bounds the bins of all parts by 2 n."""
@@ -228,13 +243,13 @@ def _frequencies(weights: Floats, bits: int) -> Ints:
     used = np.flatnonzero(weights)
     unit = 62 - 2 * bits
     shares = np.floor(weights[used] / weights.sum() * 2.0 ** (bits + unit)).astype(np.int64)
-    excess = np.maximum(shares - (1 << unit), 0)  # what is left of the shares when every symbol has 1
+    excess = np.maximum(shares - (1 << unit), 0)  # shares beyond the 1 that every symbol has
     room = (1 << bits) - len(used)
     whole, rest = np.divmod(excess * room, excess.sum())
     whole[np.argsort(-rest, kind="stable")[: room - whole.sum()]] += 1
-    found = np.zeros(len(weights), np.int64)
-    found[used] = whole + 1
-    return found
+    frequencies = np.zeros(len(weights), np.int64)
+    frequencies[used] = whole + 1
+    return frequencies
 
 
 def _roots(counts: Ints) -> Ints:
@@ -243,7 +258,7 @@ def _roots(counts: Ints) -> Ints:
 
 
 def _adds_up(roots: Ints, size: int) -> bool:
-    """Tell whether ``size`` symbols can have counts of these roots: r comes from r² - r + 1 to r² + r."""
+    """Return whether ``size`` symbols can have counts of these roots: r comes from r² - r + 1 to r² + r."""
     squares, ones = int(np.square(roots).sum()), np.count_nonzero(roots)
     return bool(squares - int(roots.sum()) + ones <= size <= squares + int(roots.sum()))
 
@@ -275,10 +290,10 @@ def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shar
         if level > shared.finest(size):
             raise InputError(f"index: damaged (a layer of {size} weights with a table of level {level})")
         start, end = end, end + (len(shared.starts(level)) if level else 0)
-        own = values[start:end]
-        if level and not (end <= len(values) and _adds_up(own, size)):
+        part_roots = values[start:end]
+        if level and not (end <= len(values) and _adds_up(part_roots, size)):
             raise InputError(f"index: damaged (the table of a layer of {size} weights does not add up to them)")
-        tables.append(_Table(part, level, own))
+        tables.append(_Table(part, level, part_roots))
     if end != len(values):
         raise InputError("index: damaged (its tables have a wrong length)")
     return shared, tables
@@ -329,9 +344,9 @@ def _push(ranks: Ints, tables: list[_Table], shared: _Shared) -> tuple[Words, Wo
 def _pop(states: Words, words: Words, size: int, tables: list[_Table], shared: _Shared) -> Ints:
     """Undo `_push` and return the symbols: all states must end where it began, and all words be used."""
     lanes, bits, mask = len(states), np.uint64(shared.bits), np.uint64((1 << shared.bits) - 1)
-    found, used = np.empty(size, np.int64), 0
+    symbols, used = np.empty(size, np.int64), 0
     for table in tables:
-        code, ranks = shared.code_of(table), found[table.where]
+        code, ranks = shared.code_of(table), symbols[table.where]
         for row in range(0, len(ranks), lanes):
             state = states[: len(ranks) - row]
             slot = state & mask
@@ -346,4 +361,4 @@ def _pop(states: Words, words: Words, size: int, tables: list[_Table], shared: _
         ranks[:] = shared.symbols[ranks]
     if used != len(words) or (states != LOW).any():
         raise InputError("index: damaged (its last weight is not where its data end)")
-    return found
+    return symbols

@@ -1,4 +1,4 @@
-"""Draws of shared weights: each by its row and noise of its own, all in one pass.
+"""Draw shared weights: each from its row and noise of its own, all in one pass.
 
 Without a gradient this is done in pieces that stay in a CPU's cache together with the noise that they meet, or by one
 kernel of a GPU, which makes the noise, too. The weights are the same, but for the rounding of that kernel.
@@ -15,16 +15,16 @@ from peerbayes.codebook.rows import of_rows
 from peerbayes.kernels.launch import draw_shared
 from peerbayes.math.noise import normal_pieces, pieces
 
-TINY = 1e-30  # on a variance
+TINY = 1e-30  # added to a variance
 
-Pieces = Iterable[tuple[int, int, Sequence[Tensor]]]  # of noise, for the weights from one to before another
+Pieces = Iterable[tuple[int, int, Sequence[Tensor]]]  # (first, last, noise) of weights first .. last − 1
 
 
 def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return weights (n,), without a gradient, with the noise that starts at a place from `peerbayes.math.noise.start`.
+    """Return weights (n,), without a gradient, drawn with the noise that starts at ``begin``.
 
     Args:
-        begin: where the noise starts.
+        begin: where the noise starts, from `peerbayes.math.noise.start`.
         columns: mean and scale by row, for one number a weight, or m, s, a, b and c, for two; (R,) each.
         rows: of every weight, (n,).
     """
@@ -33,7 +33,13 @@ def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 
 def drawn_with(noise: Sequence[Tensor], columns: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return weights (n,) with this noise, (n,) each; they have a gradient, where gradients are on."""
+    """Return weights (n,) drawn with this noise, with a gradient where gradients are on.
+
+    Args:
+        noise: one or two numbers a weight, (n,) each.
+        columns: mean and scale by row, or m, s, a, b and c; (R,) each.
+        rows: of every weight, (n,).
+    """
     if torch.is_grad_enabled():
         return drawn(of_rows(columns, rows), noise)
     ranges = pieces(len(rows), rows.device)
@@ -41,7 +47,12 @@ def drawn_with(noise: Sequence[Tensor], columns: Sequence[Tensor], rows: Tensor)
 
 
 def drawn(columns: Sequence[Tensor], eps: Sequence[Tensor]) -> Tensor:
-    """Return weights (n,) in the place of the first column (n,): m + s ε, or m + s ε₁ + √((a + b ε₁)² + c² ε₁²) ε₂."""
+    """Return weights (n,), in place of the first column: m + s ε, or m + s ε₁ + √((a + b ε₁)² + c² ε₁²) ε₂.
+
+    Args:
+        columns: m and s, or m, s, a, b and c, (n,) each; they are overwritten.
+        eps: ε, or ε₁ and ε₂, (n,) each.
+    """
     weights, *scales = columns
     weights.addcmul_(scales[0], eps[0])
     if len(scales) > 1:
@@ -58,20 +69,20 @@ def _filled(columns: Sequence[Tensor], rows: Tensor, noise: Pieces) -> Tensor:
     for first, last, eps in noise:
         if scales.shape[1] < last - first:
             scales = flat.new_empty(len(columns) - 1, last - first)
-        places = [flat[first:last], *scales[:, : last - first]]
-        for column, place in zip(columns, places, strict=True):
-            torch.index_select(column, 0, rows[first:last], out=place)
-        drawn(places, eps)
+        buffers = [flat[first:last], *scales[:, : last - first]]
+        for column, buffer in zip(columns, buffers, strict=True):
+            torch.index_select(column, 0, rows[first:last], out=buffer)
+        drawn(buffers, eps)
     return flat
 
 
 def _noise(begin: Tensor, size: int, each: int) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
     """Yield what `peerbayes.math.noise.normal` gives to ``size`` weights, in pieces that are overwritten."""
     half = (each * size + 1) // 2
-    for first, last, one, other in normal_pieces(begin, each * size):
+    for first, last, cosines, sines in normal_pieces(begin, each * size):
         if half == size:  # two numbers a weight
-            yield first, last, (one, other)
+            yield first, last, (cosines, sines)
             continue
-        yield first, last, (one,)
+        yield first, last, (cosines,)
         end = min(half + last, size)
-        yield half + first, end, (other[: end - half - first],)
+        yield half + first, end, (sines[: end - half - first],)

@@ -1,4 +1,4 @@
-"""The small file of shared weights: what makes a network first, then what makes it uncertain.
+"""Pack shared weights into a small file: what makes a network first, then what makes it uncertain.
 
 Tensors, in the order in which they lie in the file, with 32 ``bits``, where all is exact; *small*: with fewer:
 
@@ -42,7 +42,7 @@ from peerbayes.math.scales import inverse_softplus
 if TYPE_CHECKING:
     from peerbayes.codebook.shared import Shared
 
-EXACT = 32  # bits of a number that is not rounded
+EXACT = 32  # bits of numbers that are not rounded
 ANCHORED = ("component", "cholesky", "outlier")
 COLUMNS = 4  # s, a, b, c
 FIRST = ("grids", "fixed/", "means/")  # what makes a network
@@ -52,7 +52,12 @@ FIRST = ("grids", "fixed/", "means/")  # what makes a network
 
 
 def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a posterior's tensors in the order of the file, and what its description has to say of them."""
+    """Return a posterior's tensors in the order of the file, and their entries in its description.
+
+    Args:
+        posterior: shared weights.
+        anchors: whether to keep what the prior is anchored at, for training to continue.
+    """
     small, sizes = posterior.bits < EXACT, posterior.layout.sizes
     component = posterior.component.detach().cpu()
     scales = torch.cat([component[:, 1:], posterior.cholesky.detach().cpu()], 1)
@@ -64,25 +69,26 @@ def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], 
         codes, grids = _to_grids(centres, mean, scales, rho, parts, posterior.bits)
         grid, centres = {"grids": grids}, from_multiples(codes[0], float(grids[0]))
         middle, single = codes[0], _coded(codes[1].long() + (1 << (posterior.bits - 1)), 1 << posterior.bits, parts)
-        spread, own = _coded(codes[2].reshape(-1), 256, [len(centres)] * COLUMNS), _coded(codes[3], 256, parts)
+        spread = _coded(codes[2].reshape(-1), 256, [len(centres)] * COLUMNS)
+        outlier_codes = _coded(codes[3], 256, parts)
     else:
-        grid, middle, single, spread, own = {}, centres, mean, scales, rho
+        grid, middle, single, spread, outlier_codes = {}, centres, mean, scales, rho
     others = {name: fixed.pop(name) for name in list(fixed) if name == "fixed/others"}
     tensors = grid | fixed | {"means/component": middle} | others | {"means/outlier": single}
     tensors |= _pack_index(posterior, centres)
-    tensors |= {"scales/component": spread, "scales/outlier": own}
+    tensors |= {"scales/component": spread, "scales/outlier": outlier_codes}
     if anchors and not small and posterior.prior == "anchored":
         tensors |= {f"anchor/{name}": getattr(posterior, f"anchor_{name}") for name in ANCHORED}
     return tensors, about | {"network": _digest(posterior)}
 
 
 def fixed_tensors(posterior: Shared) -> dict[str, Tensor]:
-    """Return what is not shared, by its place in the posterior's state."""
+    """Return the tensors that are not shared, by their names in the posterior's state."""
     return {name: t.detach() for name, t in posterior.state().items() if name.startswith(("network/", "rest/"))}
 
 
 def index_of(posterior: Shared) -> Tensor:
-    """Return for every weight its component, K for an outlier, K + 1 for a blended weight."""
+    """Return for every weight its component, K for an outlier, K + 1 for a blended weight, (n,)."""
     index, components = posterior.label.cpu().long(), len(posterior.component)
     index[posterior.outlier.cpu()], index[posterior.blended.cpu()] = components, components + 1
     return index
@@ -91,12 +97,12 @@ def index_of(posterior: Shared) -> Tensor:
 def _pack_index(posterior: Shared, centres: Tensor) -> dict[str, Tensor]:
     components = len(centres)
     first, second = posterior.blend_component.cpu().long().unbind(1)
-    place = centres.argsort(stable=True).argsort()
+    rank = centres.argsort(stable=True).argsort()
     share = (posterior.blend_weight[:, 0].cpu() * SHARES).round().long()
     return {
         "means/index": _coded(index_of(posterior), components + 2, posterior.layout.sizes),
         "means/blend_first": _coded(first, components, [len(first)]),
-        "means/blend_step": _coded((place[second] - place[first]) % components, components, [len(first)]),
+        "means/blend_step": _coded((rank[second] - rank[first]) % components, components, [len(first)]),
         "means/blend_weight": _coded(share, SHARES + 1, [len(first)]),
     }
 
@@ -112,11 +118,11 @@ def _pack_fixed(fixed: Mapping[str, Tensor], small: bool) -> tuple[dict[str, Ten
         else:
             groups["fixed/floats"].append(tensor.reshape(-1))
             full += [number] if small else []
-    found = {name: torch.cat(group) for name, group in groups.items() if group}
-    if "fixed/others" in found:
-        plain = found["fixed/others"].numpy().tobytes()
-        found["fixed/others"] = _padded(lzma.compress(plain, lzma.FORMAT_RAW, filters=LZMA))
-    return found, {"full": full} if full else {}
+    tensors = {name: torch.cat(group) for name, group in groups.items() if group}
+    if "fixed/others" in tensors:
+        plain = tensors["fixed/others"].numpy().tobytes()
+        tensors["fixed/others"] = _padded(lzma.compress(plain, lzma.FORMAT_RAW, filters=LZMA))
+    return tensors, {"full": full} if full else {}
 
 
 def _to_grids(
@@ -125,9 +131,9 @@ def _to_grids(
     """Return the codes of all numbers, and the grids: of centres, of s, a, b, c and σ, of outliers by layer."""
     middle, step = to_multiples(centres, 16)
     columns, tops = zip(*(to_powers(column) for column in scales.unbind(1)), strict=True)
-    own, top = to_powers(F.softplus(rho.double()))
+    sigma_codes, top = to_powers(F.softplus(rho.double()))
     singles, steps = zip(*(to_multiples(part, bits) for part in mean.split(list(parts))), strict=True)
-    return (middle, torch.cat(singles), torch.stack(columns), own), torch.tensor([step, *tops, top, *steps])
+    return (middle, torch.cat(singles), torch.stack(columns), sigma_codes), torch.tensor([step, *tops, top, *steps])
 
 
 def _by_layer(places: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -141,7 +147,7 @@ def _coded(symbols: Tensor, alphabet: int, parts: Sequence[int]) -> Tensor:
 
 
 def _padded(data: bytes) -> Tensor:
-    # To a multiple of eight, for the tensors after it; the last byte says by how many.
+    # Pad to a multiple of eight for the tensors after it; the last byte holds the number of padding bytes.
     more = 8 - len(data) % 8
     return torch.from_numpy(np.frombuffer(data + bytes(more - 1) + bytes([more]), np.uint8).copy())
 
@@ -165,9 +171,11 @@ class _Reader:
     def take(self, name: str, dtype: torch.dtype, *shape: int | None) -> Tensor:
         """Return a tensor of this type and shape; None is any length."""
         if name not in self.left:
-            raise InputError(f"a file of shared weights is not complete: it has no '{name}'")
+            raise InputError(f"a file of shared weights is incomplete: it has no '{name}'")
         tensor = self.left.pop(name)
-        fits = tensor.dim() == len(shape) and all(n in (None, own) for n, own in zip(shape, tensor.shape, strict=True))
+        fits = tensor.dim() == len(shape) and all(
+            n in (None, length) for n, length in zip(shape, tensor.shape, strict=True)
+        )
         if tensor.dtype != dtype or not fits:
             raise InputError(
                 f"a file of shared weights is damaged: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, "
@@ -195,7 +203,7 @@ class _Reader:
 def unpacked(
     tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior: Shared, means_alone: bool = False
 ) -> dict[str, Tensor]:
-    """Return the state that `Shared.load_state` takes, of what `packed` made.
+    """Return the state that `Shared.load_state` takes, from what `packed` made.
 
     Args:
         tensors: of the file.
@@ -204,14 +212,14 @@ def unpacked(
         means_alone: whether the tensors are those that come first, so that all scales are to be 1.
     """
     if about.get("network") != _digest(posterior):
-        raise InputError("holds shared weights of another network (names or shapes of its tensors differ)")
+        raise InputError("the shared weights belong to another network (names or shapes of tensors differ)")
     reader, small, sizes = _Reader(tensors), posterior.bits < EXACT, posterior.layout.sizes
     if small:
         grids = _grids(reader.take("grids", torch.float32, COLUMNS + 2 + len(sizes)))
         centres = from_multiples(reader.take("means/component", torch.int16, None), grids[0])
     else:
         grids, centres = [], reader.take("means/component", torch.float32, None)
-    found = _unpack_fixed(reader, fixed_tensors(posterior), about.get("full", []) if small else None)
+    fixed = _unpack_fixed(reader, fixed_tensors(posterior), about.get("full", []) if small else None)
     book = _unpack_index(reader, centres, sizes)
     single, components = len(book["outlier"]), len(centres)
     if small:
@@ -237,14 +245,14 @@ def unpacked(
     if any(name.startswith("anchor/") for name in reader.left):
         anchors = {name: reader.take(f"anchor/{name}", torch.float32, *anchors[name].shape) for name in anchors}
     if reader.left:
-        raise InputError(f"a file of shared weights is damaged: it has a tensor '{next(iter(reader.left))}' too many")
+        raise InputError(f"a file of shared weights is damaged: unexpected tensor '{next(iter(reader.left))}'")
     book |= {f"anchor_{name}": tensor for name, tensor in anchors.items()}
-    return found | {f"codebook/{name}": tensor for name, tensor in book.items()}
+    return fixed | {f"codebook/{name}": tensor for name, tensor in book.items()}
 
 
-def _grids(found: Tensor) -> list[float]:
+def _grids(grids: Tensor) -> list[float]:
     """Return the grids, as `_to_grids` made them: steps that are positive, and powers that float32 has."""
-    values = found.tolist()
+    values = grids.tolist()
     steps, tops = [values[0], *values[6:]], values[1:6]
     whole = all(math.isfinite(top) and top == int(top) and abs(top) < 1200 for top in tops)
     if not whole or not all(0 < step < math.inf for step in steps):
@@ -282,15 +290,15 @@ def _unpack_fixed(reader: _Reader, expected: Mapping[str, Tensor], full: Any) ->
         half = full is not None and number not in full
         group = "others" if like.dtype != torch.float32 else "halves" if half else "floats"
         groups[f"fixed/{group}"][name] = like
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, dtype in (("fixed/floats", torch.float32), ("fixed/halves", torch.float16)):
         if groups[name]:
             lengths = [like.numel() for like in groups[name].values()]
             pieces = reader.take(name, dtype, sum(lengths)).float().split(lengths)
-            found |= {n: t.view(like.shape) for t, (n, like) in zip(pieces, groups[name].items(), strict=True)}
+            tensors |= {n: t.view(like.shape) for t, (n, like) in zip(pieces, groups[name].items(), strict=True)}
     if groups["fixed/others"]:
-        found |= _unpack_others(reader.bytes("fixed/others"), groups["fixed/others"])
-    return found
+        tensors |= _unpack_others(reader.bytes("fixed/others"), groups["fixed/others"])
+    return tensors
 
 
 def _unpack_others(data: bytes, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -302,10 +310,10 @@ def _unpack_others(data: bytes, expected: Mapping[str, Tensor]) -> dict[str, Ten
         plain = b""
     if len(plain) != size or not decompressor.eof or decompressor.unused_data:
         raise InputError("a file of shared weights is damaged: 'fixed/others' cannot be unpacked")
-    found, place = {}, 0
+    tensors, begin = {}, 0
     for name, like in expected.items():
-        end = place + like.numel() * like.element_size()
-        flat = torch.frombuffer(bytearray(plain[place:end] or b"\0"), dtype=torch.uint8)[: end - place]
-        found[name] = (flat != 0 if like.dtype == torch.bool else flat.view(like.dtype)).view(like.shape)
-        place = end
-    return found
+        end = begin + like.numel() * like.element_size()
+        flat = torch.frombuffer(bytearray(plain[begin:end] or b"\0"), dtype=torch.uint8)[: end - begin]
+        tensors[name] = (flat != 0 if like.dtype == torch.bool else flat.view(like.dtype)).view(like.shape)
+        begin = end
+    return tensors

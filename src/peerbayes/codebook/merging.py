@@ -1,4 +1,4 @@
-"""Merging of components that hardly differ, to convergence."""
+"""Merge components that hardly differ, to convergence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def merge(
     neighbours: int = 2,
     rule: Rule = "moment",
 ) -> tuple[Components, Tensor, dict[str, Any]]:
-    r"""Merge components until no pair qualifies.
+    """Merge components until no pair qualifies.
 
-    A pair is looked at if one is among the ``neighbours`` nearest of the other (by the distance of the means), and
+    A pair is considered if either is among the ``neighbours`` nearest of the other (by distance of means). It
     qualifies if ``W₂² < distance`` and, for both, ``lr·|gradient| < gradient_gate`` and ``spread < spread_gate``. In a
     round all pairs merge that are each other's best: of least W₂², equal ones by the lower indices. The nearest pair
     of all is one of them, so every round merges while a pair qualifies.
@@ -43,7 +43,7 @@ def merge(
         gradient_gate: the bound on ``lr·|gradient|``.
         lr: the learning rate of the means.
         spread_gate: the bound on the spread.
-        neighbours: how many nearest components each one looks at.
+        neighbours: nearest components considered for each one.
         rule: see `merged`.
 
     Returns:
@@ -52,6 +52,15 @@ def merge(
         ``merged`` pairs; ``near``: pairs that the distance allowed; ``gradient``, ``spread``: those of them that the
         gate blocked; ``gradient_alone``, ``spread_alone``: those that nothing else blocked. These are summed over
         rounds, so a pair that stays blocked counts in each; ``left`` holds the same for the last round.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import components_of, merge
+        >>> points = torch.tensor([[0.0, 0.1], [0.0001, 0.1], [0.5, 0.1]])
+        >>> components = components_of(points, torch.tensor([0, 1, 2]), count=3)
+        >>> left, mapping, log = merge(components, distance=1e-4)
+        >>> len(left), mapping.tolist(), log["merged"]
+        (2, [0, 0, 1], 1)
     """
     size, device = len(components), components.count.device
     if neighbours < 1:
@@ -85,12 +94,12 @@ def merge(
 def _pairs(mean: Tensor, neighbours: int) -> Tensor:
     """Return the pairs of neighbours, each once and the lower index first, shape ``(2, pairs)``, in ascending order."""
     size = len(mean)
-    found = nearest(mean, mean, min(neighbours + 1, size))
-    own = torch.arange(size, device=mean.device).unsqueeze(1)
-    other = found != own
-    # Of many at one place the first ones are listed, perhaps without the component itself.
+    neighbour = nearest(mean, mean, min(neighbours + 1, size))
+    index = torch.arange(size, device=mean.device).unsqueeze(1)
+    other = neighbour != index
+    # Of many equal means the first ones are listed, perhaps without the component itself.
     other[:, -1] &= ~other.all(1)
-    low, high = torch.minimum(found, own)[other], torch.maximum(found, own)[other]
+    low, high = torch.minimum(neighbour, index)[other], torch.maximum(neighbour, index)[other]
     keys = torch.unique(low * size + high)
     return torch.stack([keys // size, keys % size])
 
@@ -110,17 +119,17 @@ def _joined(
     """Return the components with pairs merged, their slope and spread, and where each one went."""
     low, high = pairs
     first, second = components.select(low), components.select(high)
-    one = merged(first, second, rule)
-    share = torch.where(one.count > 0, second.count / one.count.clamp_min(1e-300), 0.5)
+    joined = merged(first, second, rule)
+    share = torch.where(joined.count > 0, second.count / joined.count.clamp_min(1e-300), 0.5)
     between = (first.mean[:, 0] - second.mean[:, 0]).square()
     slope = slope.index_put((low,), slope[low] + slope[high])
     pooled = spread[low] + share * (spread[high] - spread[low]) + share * (1 - share) * between
     spread = spread.index_put((low,), pooled)
     components = replace(
         components,
-        mean=components.mean.index_put((low,), one.mean),
-        covariance=components.covariance.index_put((low,), one.covariance),
-        count=components.count.index_put((low,), one.count),
+        mean=components.mean.index_put((low,), joined.mean),
+        covariance=components.covariance.index_put((low,), joined.covariance),
+        count=components.count.index_put((low,), joined.count),
     )
     left = torch.ones_like(slope, dtype=torch.bool)
     left[high] = False

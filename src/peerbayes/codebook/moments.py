@@ -1,4 +1,4 @@
-"""Moments of clusters' members in the plane.
+"""Compute moments of clusters' members in the plane.
 
 Everything is added up in a fixed order, never by atomic additions, so that a result is a function of its arguments,
 also on a GPU.
@@ -20,7 +20,7 @@ RIDGE = 1e-12  # on the diagonal of a covariance: far below the 1e-10 of a typic
 
 
 def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int = 0) -> Components:
-    r"""Return the Gaussians of the members: ``m_k = mean x_i``, ``Σ_k = Σ (x_i−m_k)(x_i−m_k)ᵀ/(n_k − c) + 10⁻¹² I``.
+    """Return the Gaussians of the members: ``m_k = mean x_i``, ``Σ_k = Σ (x_i−m_k)(x_i−m_k)ᵀ/(n_k − c) + 10⁻¹² I``.
 
     The offsets from the mean are taken before they are squared. With c = 0 the moments are those of the members
     exactly, so that merging by ``"moment"`` and the marginal variance ``Σ₁₁ + Σ₂₂ + s²`` are exact too.
@@ -33,11 +33,20 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
 
     Returns:
         K components. One without members has count 0 and a mean that is not a number, so that it is nearest to none.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import components_of
+        >>> points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 1.0]])
+        >>> components = components_of(points, torch.tensor([0, 0, 1]), count=2)
+        >>> components.mean, components.count
+        (tensor([[ 0.,  1.],
+                [10.,  1.]], dtype=torch.float64), tensor([2., 1.], dtype=torch.float64))
     """
     check_points("points", points)
     _check_labels(labels, len(points), count)
     order, size = by_label(labels, count)
-    # From any member: the offsets are then as small as the cluster, and their sum as exact.
+    # Start at any member: offsets are then as small as the cluster, and their sum as exact.
     mean = points[order[(size.cumsum(0) - size).clamp_max(len(points) - 1)]].double()
     mean = mean + averages(offsets(points, labels, mean, order), size)
     x, y = offsets(points, labels, mean, order)
@@ -47,7 +56,13 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
 
 
 def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many members each centre has, their mean, and their covariance; a centre without any stays."""
+    """Return the number, mean and covariance of each centre's members; a centre without members keeps its place.
+
+    Args:
+        points: shape ``(n, 2)``.
+        labels: the centre of each point, int64 ``(n,)``.
+        centres: shape ``(K, 2)``.
+    """
     order, size = by_label(labels, len(centres))
     x, y = offsets(points, labels, centres, order)
     shift, covariance = about_mean(averages(itertools.chain((x, y), _products(x, y)), size))
@@ -55,14 +70,21 @@ def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Ten
 
 
 def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-    """Return x and y of points from their centres, in some order; one after the other, as copies of millions count."""
+    """Return x and y of points from their centres, (n,) each; one after the other, as copies of millions count.
+
+    Args:
+        points: shape ``(n, 2)``.
+        labels: the centre of each point, int64 ``(n,)``.
+        centres: shape ``(K, 2)``.
+        order: of the points in the result, int64 ``(n,)``.
+    """
     pairs = zip(points.unbind(1), centres.unbind(1), strict=True)
     return tuple((column - centre[labels])[order] for column, centre in pairs)
 
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     """Yield x², xy and y², each made when it is wanted."""
-    return (one * other for one, other in ((x, x), (x, y), (y, y)))
+    return (left * right for left, right in ((x, x), (x, y), (y, y)))
 
 
 def about_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,24 +94,46 @@ def about_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_ridge(covariance: Tensor, ridge: float) -> Tensor:
-    """Return ``Σ + ridge · I``, ``(K, 2, 2)``."""
+    """Return ``Σ + ridge · I``, ``(K, 2, 2)``.
+
+    Args:
+        covariance: Σ, ``(K, 2, 2)``.
+        ridge: what is added to the diagonal.
+    """
     return covariance + ridge * torch.eye(2, dtype=covariance.dtype, device=covariance.device)
 
 
 def summed(values: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return Σ_i values_i over the members of each component, float64 (count, ...)."""
+    """Return Σ_i values_i over the members of each component, float64 (count, ...).
+
+    Args:
+        values: shape (n, ...).
+        labels: the component of each, int64 (n,).
+        count: the number of components.
+    """
     order, size = by_label(labels, count)
     return torch.segment_reduce(values[order].double(), "sum", lengths=size)
 
 
 def averages(columns: Iterable[Tensor], size: Tensor, over: Tensor | None = None) -> Tensor:
-    """Return sums over runs of ``size`` numbers, divided by ``over`` (their size), ``(K, columns)``; 0 over nothing."""
+    """Return sums over runs of numbers, divided by ``over``, ``(K, columns)``; 0 over nothing.
+
+    Args:
+        columns: the numbers, (n,) each.
+        size: lengths of the runs, ``(K,)``.
+        over: divisors, ``(K,)``; ``size`` by default.
+    """
     total = torch.stack([torch.segment_reduce(v.contiguous(), "sum", lengths=size) for v in columns], 1)
     return total / (size if over is None else over).clamp_min(1).unsqueeze(1)
 
 
 def by_label(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the order that brings equal labels together, and how many there are of each, int64 ``(K,)``."""
+    """Return the order that brings equal labels together, and the number of each, int64 ``(K,)``.
+
+    Args:
+        labels: int64 ``(n,)``.
+        count: K.
+    """
     return labels.argsort(stable=True), torch.bincount(labels, minlength=count)
 
 

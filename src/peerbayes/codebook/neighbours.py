@@ -1,4 +1,4 @@
-"""Exact nearest centres in the plane, in float64 and bounded memory; nothing loops over points or centres."""
+"""Find exact nearest centres in the plane, in float64 and bounded memory, without a loop over points or centres."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from peerbayes.errors import InputError
 
 _LARGEST = 1e150  # whose square is still finite
-_NARROW, _WIDE = 4, 64  # candidates that are looked at together, at least and at most
+_NARROW, _WIDE = 4, 64  # least and most candidates searched together
 _STRIPS = 0.25  # of the square root of the number of centres, if both axes spread alike
 
 
 def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
-    r"""Return the ``count`` nearest centres of every point, by the exact Euclidean distance in float64.
+    """Return the ``count`` nearest centres of every point, by the exact Euclidean distance in float64.
 
     The plane is cut into strips along the axis in which the centres spread less, each with as many centres, which are
     sorted along the other axis. From a point's place in its own strip a window widens to both sides until
@@ -31,6 +31,14 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
 
     Returns:
         Indices of centres, int64, shape ``(N, count)``, nearest first; of equal distances the lower index first.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import nearest
+        >>> centres = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
+        >>> nearest(torch.tensor([[0.9, 0.1], [4.0, 0.0]]), centres, count=2)
+        tensor([[1, 0],
+                [2, 1]])
     """
     check_points("points", points, least=0)
     present = ~centres.isnan().any(-1)
@@ -48,11 +56,11 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class _Table:
-    """Centres sorted by strip and then along it, with ``width`` places at infinity between the strips."""
+    """Centres sorted by strip and then along it, with ``width`` positions at infinity between the strips."""
 
     axes: list[int]  # which coordinate of a point goes along the strips, and which one across
     width: int
-    rows: Tensor  # (places, 3, width): along, across and index of this place and those to the right
+    rows: Tensor  # (positions, 3, width): along, across and index of this position and those to the right
     along: Tensor  # (K,) sorted
     keys: Tensor  # (K,) strip · (K + 1) + rank along, sorted
     low: Tensor  # (S,) across, the lowest centre of each strip
@@ -89,41 +97,41 @@ def _search(points: Tensor, table: _Table, count: int) -> Tensor:
     size, strips = len(table.keys), len(table.low)
     rank = torch.searchsorted(table.along, along)
     home = (torch.searchsorted(table.low, across, right=True) - 1).clamp_min_(0)
-    # Finite, so that places at infinity are farther than "nothing kept yet".
+    # Finite, so that positions at infinity are farther than "nothing kept yet".
     kept = torch.full((len(along), count), torch.finfo(torch.float64).max, dtype=torch.float64, device=along.device)
     index = torch.full_like(kept, size)
     for step in range(strips):
-        found = 0
+        searched = 0
         for strip in (home - step, home + step) if step else (home,):
             inside = strip.clamp(0, strips - 1)
             gap = torch.maximum(table.low[inside] - across, across - table.high[inside]).clamp_min_(0)
             near = ((inside == strip) & (gap.square() <= kept[:, -1])).nonzero().squeeze(1)
             if not len(near):
                 continue
-            found += len(near)
+            searched += len(near)
             inside = inside[near]
-            place = torch.searchsorted(table.keys, inside * (size + 1) + rank[near]) + (inside + 1) * table.width
-            kept[near], index[near] = _scan(along[near], across[near], place, kept[near], index[near], table)
-        if not found:
+            begin = torch.searchsorted(table.keys, inside * (size + 1) + rank[near]) + (inside + 1) * table.width
+            kept[near], index[near] = _scan(along[near], across[near], begin, kept[near], index[near], table)
+        if not searched:
             break
     return index.long()
 
 
 def _scan(
-    along: Tensor, across: Tensor, place: Tensor, kept: Tensor, index: Tensor, table: _Table
+    along: Tensor, across: Tensor, begin: Tensor, kept: Tensor, index: Tensor, table: _Table
 ) -> tuple[Tensor, Tensor]:
-    """Improve what is kept by the centres to the left of ``place`` in its strip, then by those from it on."""
-    for first, step, edge in ((place - table.width, -table.width, 0), (place, table.width, -1)):
-        active = torch.arange(len(place), device=place.device)
+    """Improve what is kept by the centres to the left of ``begin`` in its strip, then by those from it on."""
+    for first, step, edge in ((begin - table.width, -table.width, 0), (begin, table.width, -1)):
+        active = torch.arange(len(begin), device=begin.device)
         start, x, y, best, which = first, along, across, kept, index
         while len(active):
             row = table.rows.index_select(0, start)
             square = (row[:, 0] - x[:, None]).square_()
             last = square[:, edge].clone()
             square += (row[:, 1] - y[:, None]).square_()
-            found = _least(square, row[:, 2], min(best.shape[1], table.width))
-            best, which = _least(torch.cat([best, found[0]], 1), torch.cat([which, found[1]], 1), best.shape[1])
-            if len(active) == len(place):
+            nearer = _least(square, row[:, 2], min(best.shape[1], table.width))
+            best, which = _least(torch.cat([best, nearer[0]], 1), torch.cat([which, nearer[1]], 1), best.shape[1])
+            if len(active) == len(begin):
                 kept, index = best, which
             else:
                 kept[active], index[active] = best, which
@@ -145,7 +153,13 @@ def _least(square: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def check_points(name: str, points: Tensor, least: int = 1) -> None:
-    """Refuse what is not (n, 2), floating-point and finite, with n of at least ``least``."""
+    """Check that points are (n, 2), floating-point and finite.
+
+    Args:
+        name: the argument's name, for the error.
+        points: the points.
+        least: smallest n.
+    """
     if points.dim() != 2 or points.shape[1] != 2 or len(points) < least or not points.is_floating_point():
         raise InputError(
             f"{name} is a {points.dtype} tensor of shape {tuple(points.shape)}: expected floating-point (n, 2)."

@@ -1,4 +1,4 @@
-"""What a codebook cannot hold: weights that stay individual, and weights that belong to several components."""
+"""Choose the weights that stay individual, and those that blend several components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 
 def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float = 0.2, top: float = 0.01) -> Tensor:
-    r"""Weights that stay individual: ``|μ_i| > threshold``, or ``|gradient_i|`` among the largest ``⌊top·n⌋``.
+    """Return the weights that stay individual: ``|μ_i| > threshold``, or ``|gradient_i|`` of the largest ``⌊top·n⌋``.
 
     Args:
         mean: means of all weights, shape ``(n,)``.
@@ -26,21 +26,37 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
 
     Returns:
         A mask, shape ``(n,)``. Of equal gradients at the bound those of lower index are in.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import outliers
+        >>> outliers(torch.tensor([0.1, -0.5, 0.0, 0.2]), threshold=0.3)
+        tensor([False,  True, False, False])
     """
     if mean.dim() != 1 or not mean.is_floating_point():
         raise InputError(f"mean is a {mean.dtype} tensor of shape {tuple(mean.shape)}: expected floating-point (n,).")
     if not 0 <= top <= 1:
         raise InputError(f"top is {top}: expected a share from 0 to 1.")
-    found = mean.abs() > threshold
+    mask = mean.abs() > threshold
     if gradient is not None:
         if gradient.shape != mean.shape:
             raise InputError(f"gradient has shape {tuple(gradient.shape)}: expected {tuple(mean.shape)}, as mean has.")
-        found[gradient.abs().argsort(descending=True, stable=True)[: steepest(top, len(mean))]] = True
-    return found
+        mask[gradient.abs().argsort(descending=True, stable=True)[: steepest(top, len(mean))]] = True
+    return mask
 
 
 def steepest(top: float, count: int) -> int:
-    """Return how many of some weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written."""
+    """Return how many weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written.
+
+    Args:
+        top: the share.
+        count: weights.
+
+    Example:
+        >>> from peerbayes.codebook import steepest
+        >>> steepest(0.29, 100)
+        29
+    """
     return math.floor(Fraction(str(top)) * count)
 
 
@@ -54,7 +70,7 @@ def blends(
     keep: int = 2,
     columns: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Points off their own component, ``D²(x_i; m_k, Σ_k) > level``, as blends of the components around them.
+    """Return points off their own component, ``D²(x_i; m_k, Σ_k) > level``, as blends of the components around them.
 
     Of the ``candidates`` components with the nearest means those with ``D² ≤ level`` are kept, and in any case the best
     ``keep`` by density; of these the best ``columns`` by density are returned, with weights ``α_k ∝ N(x_i; m_k, Σ_k)``
@@ -66,7 +82,7 @@ def blends(
         labels: the component of each, int64, shape ``(n,)``.
         components: K components, positive definite.
         level: the bound on D²; 5.991 is the 95 % quantile of χ² with 2 degrees of freedom.
-        candidates: how many components to look at; K, if there are fewer.
+        candidates: components considered; K, if there are fewer.
         keep: how many to keep at least.
         columns: how many to return; ``None`` is ``keep``.
 
@@ -74,6 +90,15 @@ def blends(
         Which points, int64 ``(E,)``, ascending; their components, int64 ``(E, columns)``, by falling density; and the
         weights, float64 ``(E, columns)``. Where fewer are kept than there are columns, the weight is 0 and the
         component is again the first.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import Components, blends
+        >>> mean, count = torch.tensor([[0.0, 0.0], [10.0, 0.0]]).double(), torch.ones(2).double()
+        >>> components = Components(mean, torch.eye(2).double().expand(2, 2, 2), count)
+        >>> index, component, weight = blends(torch.tensor([[0.5, 0.0], [5.0, 0.0]]), torch.tensor([0, 0]), components)
+        >>> index, weight
+        (tensor([1]), tensor([[0.5000, 0.5000]], dtype=torch.float64))
     """
     columns = keep if columns is None else columns
     if not 1 <= keep <= min(candidates, columns):

@@ -1,4 +1,4 @@
-"""Codebooks as peers: made of a trained posterior by the options of a recipe."""
+"""Make codebooks of peers, from a trained posterior and the options of a recipe."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
 
-DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options that do not make the codebook
+DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options of `Shared`, not of how the codebook is made
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more components, or larger ones, than it can have.
+    """Return a stand-in for a codebook that is not made yet; refuse more, or larger, components than it can have.
 
     Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
 
     Args:
         network: whose weights are to be shared.
         options: of the recipe's posterior.
-        seed: with ``name``, where its draws live.
+        seed: with ``name``, the address of its draws.
         name: the peer's.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import blank_shared
+        >>> options = {"sampling": "moment", "mixture": False, "prior": "anchored", "prior_std": 0.1, "bits": 10}
+        >>> options |= {"components": 8, "outliers": True, "top": 0.01, "smallest": 20}
+        >>> blank_shared(torch.nn.Linear(32, 32), options, seed=0, name="student").counts()
+        {'outliers': 0, 'blended': 0, 'components': 1}
     """
     blank = Shared(network, seed=seed, name=name, **_drawn(options))
     single = steepest(options["top"], blank.layout.size) if options["outliers"] else 0
     inside = blank.layout.size - single
-    words = f"there are only {inside} weights to share" + f", beside {single} outliers by their gradients" * (
+    words = f"there are only {inside} weights to share" + f", besides {single} outliers by their gradients" * (
         single > 0
     )
     if options["components"] > inside:
@@ -49,7 +57,7 @@ def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name
 def shared_of(
     posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
 ) -> Shared:
-    """Make a codebook of a trained posterior over a network, where it is.
+    """Make shared weights from a trained posterior, on its device.
 
     Args:
         posterior: trained, with a scale for every weight; it is not changed.
@@ -58,6 +66,20 @@ def shared_of(
         split: training inputs, on which gradients count.
         seed: of the clustering; with ``name``, where its draws live.
         name: the peer's.
+
+    Example:
+        >>> import dataclasses
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> from peerbayes.codebook import Sharing, shared_of
+        >>> from peerbayes.data import ArraySplit
+        >>> options = dataclasses.asdict(Sharing(components=4, outliers=False, merge={"distance": 0}))
+        >>> options |= {"sampling": "moment", "mixture": False, "prior": "anchored", "prior_std": 0.1, "bits": 10}
+        >>> options["merge_every_epoch"] = False
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        >>> split = ArraySplit(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+        >>> shared_of(MeanField(network), network, options, split, seed=0, name="small").counts()["components"]
+        4
     """
     if not posterior.shareable:
         raise InputError(f"expected a mean_field posterior, whose weights have scales, got a {posterior.kind} one")
@@ -66,11 +88,11 @@ def shared_of(
     gradient = gradient_statistic(posterior, split, seed=seed) if needed else None
     table = {field.name: options[field.name] for field in fields(Sharing)}
     book, account = share(posterior, Sharing(**table), gradient, seed)
-    # What is not Bayesian there has no scale, and is not shared.
+    # Deterministic parameters have no scale, and are not shared.
     names = usually_shared(posterior.network, posterior.layout.shapes)
     shared = Shared(network, book, start_from=posterior, weights=names, seed=seed, name=name, **_drawn(options))
     shared = shared.to(posterior.device)
-    _warn_of_little(shared, name)
+    _warn_if_barely_shared(shared, name)
     shared.account = account
     shared.provenance = Provenance(posterior.digest(), posterior.provenance.depth)
     shared.merging = functools.partial(merge_trained, **merging) if options["merge_every_epoch"] else None
@@ -81,12 +103,12 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in DRAWN}
 
 
-def _warn_of_little(shared: Shared, name: str) -> None:
-    """Tell where a file will hardly become smaller, because most of a network is not shared."""
+def _warn_if_barely_shared(shared: Shared, name: str) -> None:
+    """Warn if a file will hardly become smaller, because most of the network is not shared."""
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:
-        largest = max(others, key=lambda one: others[one].numel())
+        largest = max(others, key=lambda tensor: others[tensor].numel())
         warnings.warn(
             f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
             f"'{largest}' above all, have no scales to share and stay as they are",

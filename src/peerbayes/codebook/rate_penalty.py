@@ -1,4 +1,4 @@
-"""Clustering with an eye on the index: which component a weight has costs bits, and a rare one costs more."""
+"""Cluster with a penalty on the rate: a weight's component costs bits in the file, and a rare one costs more."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from peerbayes.codebook.neighbours import check_points, nearest
 from peerbayes.errors import InputError
 
 MOST = 1 << 16  # centres
-MANY, NEAR = 1024, 8  # of so many centres, so many are looked at for each point, as long as none farther off can win
+MANY, NEAR = 1024, 8  # beyond MANY centres, only the NEAR nearest are compared, unless one farther off could win
 _CHUNK = 1 << 18
 
 
 def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
-    r"""Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
+    """Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
 
     ``bits_i = −log₂`` of the share of the part's points that the centre has. Where k-means makes small cells of dense
     regions, here cells of about equal width, ``√(6 worth / ln 2)``, are best, and take about a quarter of a bit a point
@@ -36,6 +36,15 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
 
     [1] Gish and Pierce, IEEE Transactions on Information Theory 14 (1968).
     [2] Chou, Lookabaugh and Gray, IEEE Transactions on Acoustics, Speech, and Signal Processing 37 (1989).
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import thrifty
+        >>> points = torch.tensor([[0.0, 0.0], [0.1, 0.0], [9.0, 0.0], [9.1, 0.0]])
+        >>> centres, labels = thrifty(points, torch.zeros(4, dtype=torch.int64), worth=0.1)
+        >>> centres, labels
+        (tensor([[0.0500, 0.0000],
+                [9.0500, 0.0000]], dtype=torch.float64), tensor([0, 0, 1, 1]))
     """
     check_points("points", points)
     if not 0 < worth < math.inf:
@@ -46,11 +55,11 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
         raise InputError(f"thrift is too small: a bit is worth {worth:g}, which makes more than {MOST:,} squares.")
     _, centres, _ = member_moments(points, labels, points.new_zeros(count, 2))
     for _ in range(steps):
-        found = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
-        if torch.equal(found, labels):
+        cheapest = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))
+        if torch.equal(cheapest, labels):
             break
-        present = torch.bincount(found, minlength=len(centres)) > 0
-        labels = (present.long().cumsum(0) - 1)[found]
+        present = torch.bincount(cheapest, minlength=len(centres)) > 0
+        labels = (present.long().cumsum(0) - 1)[cheapest]
         _, centres, _ = member_moments(points, labels, centres[present])
     return centres, labels
 
@@ -62,7 +71,7 @@ def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
     rows, columns = (places.amax(0) + 1).tolist()
     if not rows * columns < 1 << 53:  # float64 would not tell them apart
         return 1 << 53, torch.empty(0, dtype=torch.int64)
-    # By one number: unique rows take several times as long, and as much memory.
+    # As single numbers: unique rows take several times the time and memory.
     cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
     return len(cells), labels
 
@@ -71,20 +80,20 @@ def _cheapest(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Te
     """Return the centre with the least squared distance + cost by (part, centre) of every point."""
     if len(centres) <= MANY:
         return _cheapest_of_all(points, part, centres, cost)
-    found, least = [], cost.amin(1)
-    for here, own in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
+    labels, least = [], cost.amin(1)
+    for here, part_here in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
         near = nearest(here, centres, NEAR)
         square = (here.unsqueeze(1) - centres[near]).square_().sum(2)
-        total, place = (square + cost[own.unsqueeze(1), near]).min(1)
-        label = near.gather(1, place.unsqueeze(1)).squeeze(1)
-        left = (square[:, -1] + least[own] < total).nonzero().squeeze(1)
-        label[left] = _cheapest_of_all(here[left], own[left], centres, cost)
-        found.append(label)
-    return torch.cat(found)
+        total, column = (square + cost[part_here.unsqueeze(1), near]).min(1)
+        label = near.gather(1, column.unsqueeze(1)).squeeze(1)
+        left = (square[:, -1] + least[part_here] < total).nonzero().squeeze(1)
+        label[left] = _cheapest_of_all(here[left], part_here[left], centres, cost)
+        labels.append(label)
+    return torch.cat(labels)
 
 
 def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Tensor:
-    found = torch.empty(len(points), dtype=torch.int64, device=points.device)
+    labels = torch.empty(len(points), dtype=torch.int64, device=points.device)
     # A processor wants its working set in the cache, an accelerator many points at once.
     size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
     for first in range(0, len(points), size):
@@ -92,8 +101,8 @@ def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor
         square = cost[part[here]]
         for axis in range(2):
             square += (points[here, axis, None] - centres[:, axis]).square_()
-        found[here] = square.argmin(1)
-    return found
+        labels[here] = square.argmin(1)
+    return labels
 
 
 def _bits(labels: Tensor, part: Tensor, centres: int, parts: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The same posterior in fewer bytes by plain rounding: what it takes, and what is left of it.
+"""Store the same posterior in fewer bytes by plain rounding: its size, and what is left of it.
 
 Every form is a real posterior whose numbers lie on the form's grid. Its bytes count the codes, packed without gaps, and
 the constants of the grids; names and a header are not counted.
@@ -21,9 +21,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.point import Point
 
-Numbers = dict[str, tuple[Tensor, int]]  # by place in a state: what is left of a tensor, and its bytes
+Numbers = dict[str, tuple[Tensor, int]]  # by name in a state: the rounded tensor, and its bytes
 
-SCALES = ("rho", "factor_rho")  # parts of a state that are scales, by way of softplus
+SCALES = ("rho", "factor_rho")  # parts of a state that are scales before softplus
 SCALE_BITS = (8, 4, 2, 1)
 NETWORK_BITS = 3  # of the smallest network
 CONSTANT = 4  # bytes of a grid's constant, float32
@@ -34,7 +34,7 @@ TINY = 2.0**-24  # the smallest number of float16
 
 @dataclass(frozen=True)
 class Form:
-    """A posterior that takes so many bytes."""
+    """A posterior rounded to a number of bytes."""
 
     name: str
     bytes: int
@@ -42,7 +42,7 @@ class Form:
 
 
 def forms(posterior: Posterior) -> Iterator[Form]:
-    """Yield a posterior's forms, one at a time; then those of its mean network.
+    """Yield rounded forms of a posterior, one at a time, then those of its mean network.
 
     ``float32`` and ``float16`` are all its numbers in that type. ``int8, 4-bit scales`` has means in 8 bits with a step
     a channel, scales on a logarithmic grid a tensor, and float16 for everything else: factors, biases, batch-norm.
@@ -66,54 +66,54 @@ def forms(posterior: Posterior) -> Iterator[Form]:
 
 
 def as_mean_field(posterior: Shared) -> MeanField:
-    """Return a Gaussian for every shared weight, with the mean and the scale that it has."""
+    """Return a mean-field posterior with the mean and the scale of every shared weight."""
     names = set(posterior.layout.shapes)
-    found = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
+    field = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
     with torch.no_grad():
-        found.rho.copy_(inverse_softplus(posterior.std))
-    found.seed, found.name = posterior.seed, posterior.name
-    return found
+        field.rho.copy_(inverse_softplus(posterior.std))
+    field.seed, field.name = posterior.seed, posterior.name
+    return field
 
 
 def _form(name: str, posterior: Posterior, *parts: Numbers) -> Form:
-    numbers = {place: number for part in parts for place, number in part.items()}
-    anchors = {place: t for place, t in posterior.state().items() if place.startswith("anchor/")}
-    found = copy.deepcopy(posterior)
-    found.load_state(anchors | {place: tensor for place, (tensor, _) in numbers.items()})
-    return Form(name, sum(size for _, size in numbers.values()), found)
+    numbers = {key: number for part in parts for key, number in part.items()}
+    anchors = {key: t for key, t in posterior.state().items() if key.startswith("anchor/")}
+    rounded = copy.deepcopy(posterior)
+    rounded.load_state(anchors | {key: tensor for key, (tensor, _) in numbers.items()})
+    return Form(name, sum(size for _, size in numbers.values()), rounded)
 
 
 def _means(posterior: Posterior, bits: int) -> Numbers:
-    found = {}
-    for place, tensor in _part(posterior, "mean"):
-        # A step for the channel of a bias is as large as the bias.
+    numbers = {}
+    for key, tensor in _part(posterior, "mean"):
+        # For a bias, the step of its channel would take as many bytes as the bias.
         small = bits <= 8 and tensor.dim() > 1
-        found[place] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
-    return found
+        numbers[key] = rounded_means(tensor, bits) if small else _floats(tensor, max(16, bits))
+    return numbers
 
 
 def _scales(posterior: Posterior, bits: int) -> Numbers:
-    found = {}
-    for place, tensor in _part(posterior, *SCALES):
+    numbers = {}
+    for key, tensor in _part(posterior, *SCALES):
         if bits == 32:
-            found[place] = _floats(tensor, 32)
+            numbers[key] = _floats(tensor, 32)
             continue
         std = F.softplus(tensor.double())
         if bits == 16:
             std, size = std.half().clamp_min(TINY), 2 * std.numel()
         else:
             std, size = rounded_scales(std, bits)
-        found[place] = inverse_softplus(std).float(), size
-    return found
+        numbers[key] = inverse_softplus(std).float(), size
+    return numbers
 
 
 def _others(posterior: Posterior, bits: int) -> Numbers:
-    parts = {place.split("/")[0] for place in posterior.state()} - {"mean", "anchor", *SCALES}
-    return {place: _floats(tensor, bits) for place, tensor in _part(posterior, *parts)}
+    parts = {key.split("/")[0] for key in posterior.state()} - {"mean", "anchor", *SCALES}
+    return {key: _floats(tensor, bits) for key, tensor in _part(posterior, *parts)}
 
 
 def _part(posterior: Posterior, *parts: str) -> Iterator[tuple[str, Tensor]]:
-    return ((place, t.detach()) for place, t in posterior.state().items() if place.split("/")[0] in parts)
+    return ((key, t.detach()) for key, t in posterior.state().items() if key.split("/")[0] in parts)
 
 
 def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
@@ -124,9 +124,16 @@ def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
-    """Round to c · step with |c| < 2^(bits-1), a step for each output channel (axis 0); return it, and its bytes.
+    """Round to c · step with |c| < 2^(bits-1), with a step for each output channel (axis 0).
 
     The step is the best of some candidates by squared error: of few bits, it does not pay to reach the largest number.
+
+    Args:
+        tensor: means.
+        bits: of a code.
+
+    Returns:
+        The rounded means, and their bytes.
     """
     most = (1 << (bits - 1)) - 1
     rows = tensor.reshape(len(tensor), -1).double()
@@ -141,10 +148,17 @@ def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
 
 
 def rounded_scales(std: Tensor, bits: int) -> tuple[Tensor, int]:
-    """Round to 2^(low + c · step), c from 0 to 2^bits − 1; return it, float64, and its bytes.
+    """Round to 2^(low + c · step), c from 0 to 2^bits − 1.
 
     Low and step go from the least and the largest to where they have the least squared error of logarithms, by turns
     with the codes. With one bit these are two levels. Scales of 0 count as the least of the others.
+
+    Args:
+        std: scales.
+        bits: of a code.
+
+    Returns:
+        The rounded scales, float64, and their bytes.
     """
     most = (1 << bits) - 1
     least = std[std > 0].min() if bool((std > 0).any()) else std.new_tensor(TINY)

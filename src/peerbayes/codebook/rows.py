@@ -1,4 +1,4 @@
-"""What a codebook says of weights, by row: first its components, then its blended weights, then its outliers.
+"""Look up what weights are drawn from, by row: components first, then blended weights, then outliers.
 
 A row has the five numbers m, s, a, b, c that weights are drawn with; those of an outlier are μ, σ, 0, 0, 0.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peerbayes.codebook.book import Codebook
     from peerbayes.codebook.shared import Shared
 
-    Book: TypeAlias = "Codebook | Shared"  # whose tensors have the same names
+    Book: TypeAlias = "Codebook | Shared"  # their tensors have the same names
 
 Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 
@@ -31,10 +31,15 @@ def rows_of(book: Book) -> Tensor:
 
 
 def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-    """Return (n,) from each column (R,); one by one is far faster than rows of five."""
+    """Return (n,) from each column (R,); one by one is far faster than rows of five.
+
+    Args:
+        columns: (R,) each.
+        rows: of every weight, (n,).
+    """
     if not (torch.is_grad_enabled() and rows.is_cuda):
         return [column.index_select(0, rows) for column in columns]
-    # Whose gradient adds up in a fixed order, on a GPU too, unless a compiler has made something else of it.
+    # An embedding's gradient adds up in a fixed order, on a GPU too, unless a compiler replaces it.
     return [column.contiguous() for column in F.embedding(rows, torch.stack(list(columns), 1)).unbind(1)]
 
 
@@ -46,16 +51,23 @@ def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> l
         sampling: ``hierarchical``, ``moment`` or ``mean``.
         share: which blended weights have of the first of their components, (E,); that of the codebook without it.
     """
-    own, zero = _own(book), torch.zeros_like(book.outlier_mean)
+    columns, zero = _own(book), torch.zeros_like(book.outlier_mean)
     single = [book.outlier_mean, book.outlier_std, zero, zero, zero]
-    mean, *scales = (torch.cat(parts) for parts in zip(own, _mixed(book, own, share), single, strict=True))
+    mean, *scales = (torch.cat(parts) for parts in zip(columns, _mixed(book, columns, share), single, strict=True))
     if sampling == "hierarchical":
         return [mean, *scales]
     return [mean, _sum_of_squares(scales[:1] if sampling == "mean" else scales).sqrt()]
 
 
 def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | None = None) -> Tensor:
-    """Return one draw of every row, (R,), where components are drawn as a whole: ``cluster`` or ``cluster_hier``."""
+    """Return one draw of every row, (R,), where components are drawn as a whole.
+
+    Args:
+        book: the codebook.
+        sampling: ``cluster`` or ``cluster_hier``.
+        noise: see `Shared.noise_size`.
+        share: of the first component of each blended weight, (E,); that of the codebook by default.
+    """
     rest, single = noise.split([len(noise) - len(book.outlier), len(book.outlier)])
     m, s, a, b, c = _own(book)
     if sampling == "cluster":
@@ -68,18 +80,24 @@ def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | N
 
 
 def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of a weight by row, (R,) each, by the formulas of `Shared.std`."""
+    """Return mean and standard deviation of a weight by row, (R,) each, by the formulas of `Shared.std`.
+
+    Args:
+        book: the codebook.
+        sampling: how weights are drawn.
+        mixture: whether blended weights are mixtures.
+    """
     m, s, a, b, c = _own(book)
     means = torch.cat([m, *_mixed(book, [m]), book.outlier_mean])
     scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])
     variance, share = _sum_of_squares(scales), book.blend_weight[:, 0]
     if mixture:
-        (mean, other_mean), (one, other) = _pairs(book, [m, variance])
-        blended = torch.lerp(other, one, share) + share * (1 - share) * (mean - other_mean).square()
+        (mean, second_mean), (first, second) = _pairs(book, [m, variance])
+        blended = torch.lerp(second, first, share) + share * (1 - share) * (mean - second_mean).square()
     elif sampling.startswith("cluster"):
-        ((one, other),) = _pairs(book, [variance])
-        alone = book.blend_component[:, 0] == book.blend_component[:, 1]  # whose two draws are the same
-        blended = torch.where(alone, one, share.square() * one + (1 - share).square() * other)
+        ((first, second),) = _pairs(book, [variance])
+        alone = book.blend_component[:, 0] == book.blend_component[:, 1]  # its two draws are the same
+        blended = torch.where(alone, first, share.square() * first + (1 - share).square() * second)
     else:
         blended = _sum_of_squares(_mixed(book, scales))
     return means, torch.cat([torch.cat([variance, blended]).sqrt(), book.outlier_std])
@@ -90,15 +108,15 @@ def _own(book: Book) -> list[Tensor]:
     return [*book.component.unbind(1), *book.cholesky.unbind(1)]
 
 
-def _mixed(book: Book, own: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
+def _mixed(book: Book, columns: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
     """Return what blended weights mix of components' numbers (K,), shape (E,) each."""
     share = book.blend_weight[:, 0] if share is None else share
-    return [torch.lerp(other, one, share) for one, other in _pairs(book, own)]
+    return [torch.lerp(second, first, share) for first, second in _pairs(book, columns)]
 
 
-def _pairs(book: Book, own: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(book: Book, columns: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return numbers of components (K,) for both components of blended weights, (E,) each."""
-    return zip(*(of_rows(own, index) for index in book.blend_component.unbind(1)), strict=True)
+    return zip(*(of_rows(columns, index) for index in book.blend_component.unbind(1)), strict=True)
 
 
 def _sum_of_squares(columns: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights that share a codebook: a few Gaussians over (mean, scale), and outliers on their own."""
+"""Posterior whose weights share a codebook: few Gaussians over (mean, scale), and individual outliers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ ANCHORS = {"anchor_component": "component", "anchor_cholesky": "cholesky", "anch
 
 
 def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
-    """The default choice of shared parameters: weights, not biases, of convolutions and linear layers."""
+    """Return whether a parameter is a weight, not a bias, of a convolution or linear layer: the default choice.
+
+    Args:
+        name: the parameter's.
+        module: that owns it.
+    """
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear) and name.rpartition(".")[2] == "weight"
 
 
@@ -50,13 +55,18 @@ def check_bits(bits: Any) -> int:
 
 
 def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return those of some parameters' names that `conv_and_linear_weights` chooses."""
+    """Return those of some parameters' names that `conv_and_linear_weights` chooses.
+
+    Args:
+        network: that has them.
+        names: of parameters.
+    """
     modules = dict(network.named_modules())
     return [name for name in names if conv_and_linear_weights(name, modules[name.rpartition(".")[0]])]
 
 
 class Shared(Posterior):
-    """Inliers w_i have the distribution of their component k, outliers one of their own, N(μ_i, σ_i²).
+    """Posterior of weights that share a codebook: inliers follow their component, outliers their own N(μ_i, σ_i²).
 
     A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
     ``sampling`` a draw is:
@@ -74,7 +84,7 @@ class Shared(Posterior):
 
     Args:
         network: any module.
-        codebook: what `peerbayes.codebook` makes; None for a stand-in that a file is read into.
+        codebook: from `peerbayes.codebook`; None for a placeholder that a file is read into.
         sampling: how weights are drawn.
         mixture: whether blended weights are mixtures.
         prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
@@ -85,8 +95,19 @@ class Shared(Posterior):
         weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
         bayesian: chooses parameters by (name, owning module).
         start_from: a trained network to take all other tensors from.
-        seed: with ``name``, where its draws in predictions live.
+        seed: with ``name``, the address of its draws in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField, Shared
+        >>> from peerbayes.codebook import Sharing, share
+        >>> network = torch.nn.Linear(32, 32)
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> book, _ = share(MeanField(network), options, gradient=None)
+        >>> posterior = Shared(network, book)
+        >>> posterior.counts()["components"], posterior.draw(Address(0))["weight"].shape
+        (8, torch.Size([32, 32]))
     """
 
     kind: ClassVar[str] = "shared"
@@ -143,9 +164,9 @@ class Shared(Posterior):
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         check_bits(bits)
         if not self.layout.size:
-            raise InputError(f"no parameter of {type(network).__name__} was chosen to be shared")
+            raise InputError(f"no parameter of {type(network).__name__} is chosen to be shared")
         self.seed, self.name = seed, name
-        # Merges components at the end of every epoch, where that is wanted: of (self, moments, gradient) makes a log.
+        # Merges components after every epoch, if set: called with (self, moments, gradient), returns a log.
         self.merging: Callable[[Shared, list[Tensor], Tensor | None], dict[str, Any]] | None = None
         self.sampling, self.mixture = sampling, mixture
         self.prior, self.prior_std, self.bits = prior, float(prior_std), bits
@@ -154,7 +175,7 @@ class Shared(Posterior):
         self._take(codebook if codebook is not None else blank_codebook(self.layout.size, self.rest.device))
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
-        # The weights are those of the codebook; there are no means beside them.
+        # The codebook holds the weights; there are no means besides.
         del mean
         self.rest = nn.Parameter(rest)
 
@@ -177,42 +198,42 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def _index(self) -> None:
-        """Work out which row each weight has, how often each row counts, and its prior."""
+        """Derive each weight's row, how often each row counts, and its prior."""
         rows, components = rows_of(self), len(self.component)
         first = components + len(self.blended)  # row of an outlier
-        self._work_out("_rows", rows.int())
+        self._set_derived("_rows", rows.int())
         count = torch.bincount(rows, minlength=first + len(self.outlier)).to(torch.float32)
         if self.sampling.startswith("cluster"):  # one latent number for all weights of a component
             single = torch.ones_like(count[first:])
             count = torch.cat([self.used.to(count.dtype), torch.zeros_like(count[components:first]), single])
-        self._work_out("_count", count)
+        self._set_derived("_count", count)
         # A standard normal number below it is as likely as the first of a blended weight's components.
-        self._work_out("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
+        self._set_derived("_bound", torch.special.ndtri(self.blend_weight[:, 0]))
         anchors = {source: getattr(self, name) for name, source in ANCHORS.items()}
         wide = torch.full_like(self.anchor_outlier, self.prior_std)
         mean, std = moments(replace(self.codebook(), outlier_std=wide, **anchors), "moment", self.mixture)
         if self.prior == "normal":
             mean, std = torch.zeros_like(mean), torch.full_like(std, self.prior_std)
-        self._work_out("_prior_mean", mean)
-        self._work_out("_prior_std", std)
+        self._set_derived("_prior_mean", mean)
+        self._set_derived("_prior_std", std)
 
-    def _work_out(self, name: str, tensor: Tensor) -> None:
-        """Keep what follows from the codebook; where it was, if it fits there: a captured step looks there."""
-        own = getattr(self, name, None)
-        if own is not None and own.shape == tensor.shape and own.device == tensor.device:
-            own.copy_(tensor)
+    def _set_derived(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor derived from the codebook, in place if it fits: a captured step reads that memory."""
+        buffer = getattr(self, name, None)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.device == tensor.device:
+            buffer.copy_(tensor)
         else:
             self.register_buffer(name, tensor, persistent=False)
 
     @property
     def used(self) -> Tensor:
-        """Which components any weight has, a mask (K,)."""
-        found = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
-        return found.index_fill(0, self.blend_component.flatten().long(), True)
+        """Which components have any weight, a mask (K,)."""
+        labelled = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
+        return labelled.index_fill(0, self.blend_component.flatten().long(), True)
 
     @torch.no_grad()
     def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Let components have gone into others, and take new ``parts``; every tensor stays where it is.
+        """Merge components into others, with new ``parts``; every tensor stays where it is.
 
         Args:
             into: the component, (K,), that each one's weights have from now on.
@@ -225,7 +246,7 @@ class Shared(Posterior):
         self._index()
 
     def _tidy(self) -> None:
-        """Leave out components that no weight has any more, and blend no component with itself."""
+        """Drop components that no weight uses any more, and blends of a component with itself."""
         pair, used = self.blend_component.long(), self.used
         mixed = pair[:, 0] != pair[:, 1]
         if bool(used.all()) and bool(mixed.all()):
@@ -321,9 +342,14 @@ class Shared(Posterior):
         return of_rows([self._kl_by_row()], self._rows)[0]
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return Σ_k n_k KL_k + Σ_outliers KL_i; of whole components each counts once, and blended weights do not.
+        """Return Σ_k n_k KL_k + Σ_outliers KL_i in nats, a scalar.
 
-        ``layer_mean`` is Σ_l mean_{i∈l} KL_i, where every weight counts.
+        If components are drawn as a whole, each counts once, and blended weights do not. ``layer_mean`` is
+        Σ_l mean_{i∈l} KL_i, where every weight counts.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: not used.
         """
         if reduction != "sum":
             return super().kl(reduction, weights)
@@ -341,14 +367,22 @@ class Shared(Posterior):
     def end_epoch(
         self, moments: Mapping[str, Mapping[str, Tensor]], gradient: Callable[[str], Tensor | None]
     ) -> dict[str, Any]:
-        """Merge components that have come near each other, where that is wanted."""
+        """Merge components that have come near each other, if asked to.
+
+        Args:
+            moments: what the optimiser remembers, by parameter and by name.
+            gradient: mean gradient of a parameter, by its name.
+
+        Returns:
+            A log of the merging; empty without it.
+        """
         if self.merging is None:
             return {}
         slots = [slot for name in ("component", "cholesky") for slot in moments.get(name, {}).values() if slot.dim()]
         return {"merging": self.merging(self, slots, gradient("component"))}
 
     def counts(self) -> dict[str, int]:
-        """How many outliers, blended weights and components there are."""
+        """Return the numbers of outliers, blended weights and components."""
         return {
             "outliers": len(self.outlier),
             "blended": len(self.blended),
@@ -358,25 +392,30 @@ class Shared(Posterior):
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the codebook is in the file."""
         names = ("sampling", "mixture", "prior", "prior_std", "bits")
-        found = {name: getattr(self, name) for name in names}
-        return found if self._usual else found | {"weights": list(self.layout.shapes)}
+        options = {name: getattr(self, name) for name in names}
+        return options if self._usual else options | {"weights": list(self.layout.shapes)}
 
     @classmethod
     def _chosen_in(cls, tensors: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
-        return {}  # a choice that is not the usual one is among the options
+        return {}  # a choice other than the usual one is among the options
 
     def save(self, path: str | Path, anchors: bool = True) -> None:
-        """Write the small file, atomically; without ``anchors`` it is smaller still, for predictions alone.
+        """Write the small file, atomically.
 
         Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
         the file, to the last bit.
+
+        Args:
+            path: of the file.
+            anchors: whether to keep what the prior is anchored at; a file without is smaller and only predicts.
         """
-        check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)  # or nobody could read it
+        # A file of a codebook that fails this could not be read.
+        check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)
         self._tidy()
         tensors, more = packed(self, anchors)
         if self.bits < EXACT:
-            own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
-            self.load_state(unpacked(tensors, more, self) | own)
+            anchors_now = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
+            self.load_state(unpacked(tensors, more, self) | anchors_now)
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
         storage.write(Path(path), tensors, about | more, first=sum(name.startswith(FIRST) for name in tensors))
 
@@ -393,7 +432,14 @@ class Shared(Posterior):
     def unpacked(
         self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str, **how: bool
     ) -> Mapping[str, Tensor]:
-        """Return what `load_state` takes, of a file's tensors and description."""
+        """Return what `load_state` takes, from a file's tensors and description.
+
+        Args:
+            tensors: of the file.
+            about: its description.
+            origin: its path, for errors.
+            how: ``means_alone``, see `peerbayes.codebook.file.unpacked`.
+        """
         try:
             return unpacked(tensors, about, self, **how)
         except InputError as error:
@@ -413,20 +459,25 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior, whose codebook may have had another size."""
+        """Copy what `state` returned into this posterior, whose codebook may have had another size.
+
+        Args:
+            tensors: by name.
+            origin: where they come from, for errors.
+        """
         before = self._book()
-        for name, own in before.items():
+        for name, tensor in before.items():
             given = tensors.get(f"codebook/{name}")
-            if given is not None and given.shape != own.shape and given.dim() == own.dim():
-                self._put(name, torch.zeros_like(given, device=self.device, dtype=own.dtype))
+            if given is not None and given.shape != tensor.shape and given.dim() == tensor.dim():
+                self._put(name, torch.zeros_like(given, device=self.device, dtype=tensor.dtype))
         try:
             require_same(tensors, self.state(), origin)
             book = {name: tensors[f"codebook/{name}"] for name in before if name not in ANCHORS}
             rho = book.pop("outlier_rho")
             check_codebook(Codebook(**book, outlier_std=F.softplus(rho)), self.layout.size, origin, ascending=True)
         except InputError:
-            for name, own in before.items():
-                self._put(name, own)
+            for name, tensor in before.items():
+                self._put(name, tensor)
             raise
         super().load_state(tensors, origin)
         self._index()

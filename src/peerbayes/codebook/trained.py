@@ -1,4 +1,4 @@
-"""Merging of components between epochs, while they are trained."""
+"""Merge components between epochs, while they are trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peerbayes.math.gaussians import Components
 def merge_trained(
     posterior: Shared, moments: Iterable[Tensor] = (), gradient: Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Merge components of shared weights that have come near each other, in place; return the log of `merge`.
+    """Merge components of shared weights that have come near each other, in place.
 
     No tensor changes its shape or moves, so that optimisers, checkpoints and a captured step go on with it: what has
     gone into another component stays behind without weights until the posterior is saved. The points that
@@ -34,6 +34,20 @@ def merge_trained(
             the sum of its members', and so is what is remembered of it.
         gradient: mean gradient of the loss by (mean, scale) of the components, (K, 2); None opens its gate.
         options: of `merge`.
+
+    Returns:
+        The log of `merge`.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField, Shared
+        >>> from peerbayes.codebook import Sharing, merge_trained, share
+        >>> network = torch.nn.Linear(32, 32)
+        >>> options = Sharing(components=8, outliers=False, merge={"distance": 0})
+        >>> posterior = Shared(network, share(MeanField(network), options, gradient=None)[0])
+        >>> log = merge_trained(posterior, distance=1.0, spread_gate=1.0)
+        >>> log["before"], log["after"]
+        (8, 1)
     """
     size, used = len(posterior.component), posterior.used
     single = torch.cat([posterior.blended, posterior.outlier])
@@ -45,21 +59,21 @@ def merge_trained(
     left, mapping, log = merge(now, gradient=slope, **options)
     if not log["merged"]:
         return log
-    # Each goes to the first of those that have become one, where the new one will be.
+    # Each component moves to the first of its group, where the merged one will be.
     places = used.nonzero()[:, 0]
     first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, places, "amin")
     into = torch.arange(size, device=used.device).index_copy(0, places, first[mapping])
     new = torch.bincount(mapping) > 1
-    place, found = first[new], left.select(new)
-    anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(place)
+    target, merged = first[new], left.select(new)
+    anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(target)
     parts = {
-        "component": found.mean,
-        "cholesky": cholesky_of(found.covariance),
+        "component": merged.mean,
+        "cholesky": cholesky_of(merged.covariance),
         "anchor_component": anchor.mean,
         "anchor_cholesky": cholesky_of(anchor.covariance),
     }
     old = {name: getattr(posterior, name) for name in parts}
-    posterior.join(into, {name: old[name].index_copy(0, place, part.to(old[name])) for name, part in parts.items()})
+    posterior.join(into, {name: old[name].index_copy(0, target, part.to(old[name])) for name, part in parts.items()})
     for moment in moments:
         moment.copy_(summed(moment, into, size))
     return log

@@ -1,6 +1,6 @@
-"""From texts to rows of token numbers, the same on every machine, and word vectors to start from.
+r"""Turn texts into rows of token numbers, the same on every machine, and read word vectors to start from.
 
-Words are the matches of ``\\w+|[^\\w\\s]`` in the lower-cased text: runs of letters, digits and underscores, and single
+Words are the matches of ``\w+|[^\w\s]`` in the lower-cased text: runs of letters, digits and underscores, and single
 other marks. Token 0 is padding, 1 an unknown word, then come the words by falling count, then the buckets of n-grams.
 Characters are those of Zhang et al. (2015): token ``i`` is the ``i``-th of their alphabet of 70, and every other
 character is 0, as padding is. Pieces are those of a Hugging Face tokenizer, with its numbers, marks and padding.
@@ -30,7 +30,7 @@ from peerbayes.networks.registry import WordVectors
 
 Kind = Literal["words", "characters", "pieces"]
 
-# The paper lists the hyphen twice; its second place is never used.
+# The paper lists the hyphen twice; the second one is never used.
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789-,;.!?:'\"/\\|_@#$%^&*~`+-=<>()[]{}\n"
 UNKNOWN = 1
 MOST_TOKENS = 1 << 20  # of a text
@@ -38,12 +38,12 @@ LENGTHS: dict[Kind, int] = {"words": 64, "characters": 1014, "pieces": 128}
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _FIRST = 2  # number of the first word
-_CHUNK = 4096  # texts that are encoded at a time
+_CHUNK = 4096  # texts encoded at a time
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How texts become rows of token numbers.
+    """Options of how texts become rows of token numbers.
 
     Args:
         tokens: ``words``, ``characters``, or ``pieces`` of a tokenizer.
@@ -54,6 +54,11 @@ class TextOptions:
         vocabulary: most words that are known: the most frequent ones of the training split.
         vectors: a text file of word vectors to start from, one word a line (GloVe's, or fastText's ``.vec``).
         tokenizer: the ``tokenizer.json`` of a Hugging Face model, for ``pieces``.
+
+    Example:
+        >>> from peerbayes.data import TextOptions
+        >>> TextOptions(length=16, ngrams=2).vocabulary
+        30000
     """
 
     tokens: Kind = "words"
@@ -74,7 +79,7 @@ class TextOptions:
         if self.tokens != "words" and (self.ngrams > 1 or self.vectors):
             raise InputError(f"text: ngrams and vectors are for tokens = 'words', not for {self.tokens}")
         if (self.tokens == "pieces") != bool(self.tokenizer):
-            raise InputError("text: tokens = 'pieces' and tokenizer, a tokenizer.json, need each other")
+            raise InputError("text: set tokens = 'pieces' and tokenizer (a tokenizer.json) together, or neither")
         if self.ngrams > (self.length or LENGTHS["words"]):
             raise InputError(f"text: ngrams of {self.ngrams} words do not fit in texts of {self.length}")
 
@@ -91,6 +96,14 @@ class Vocabulary:
         buckets: how many numbers the n-grams share; 0 where ngrams is 1.
         dimension: of the word vectors that networks start from; 0 without them.
         tokenizer: for pieces: the content of a ``tokenizer.json``.
+
+    Example:
+        >>> from peerbayes.data import TextOptions, Vocabulary
+        >>> vocabulary = Vocabulary.build(["the cat sat", "the dog"], TextOptions(length=4))
+        >>> vocabulary.words
+        ('the', 'cat', 'dog', 'sat')
+        >>> vocabulary.encode(["the bird sat"])
+        tensor([[2, 1, 5, 0]], dtype=torch.int32)
     """
 
     kind: Kind
@@ -103,7 +116,12 @@ class Vocabulary:
 
     @classmethod
     def build(cls, texts: Sequence[str], options: TextOptions) -> Vocabulary:
-        """Return the vocabulary of training texts."""
+        """Return the vocabulary of training texts.
+
+        Args:
+            texts: the training texts.
+            options: how they are cut into tokens.
+        """
         length = options.length or LENGTHS[options.tokens]
         if options.tokens == "characters":
             return cls("characters", length)
@@ -118,7 +136,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """All token numbers are below it."""
+        """Number of token numbers: all are below it."""
         if self.kind == "pieces":
             return max(self._pieces.get_vocab().values(), default=0) + 1
         return len(ALPHABET) + 1 if self.kind == "characters" else _FIRST + len(self.words) + self.buckets
@@ -132,7 +150,7 @@ class Vocabulary:
     def numbers(self) -> dict[str, int]:
         """Token numbers of the known words, or of the characters."""
         if self.kind == "characters":
-            return {character: place for place, character in reversed(list(enumerate(ALPHABET, start=1)))}
+            return {character: index for index, character in reversed(list(enumerate(ALPHABET, start=1)))}
         return {word: number for number, word in enumerate(self.words, start=_FIRST)}
 
     @functools.cached_property
@@ -148,11 +166,11 @@ class Vocabulary:
         for number in map(self._pieces.token_to_id, named):
             if number is not None:
                 return int(number)
-        raise InputError("data.text.tokenizer: has no piece for padding, neither '[PAD]' nor '<pad>', nor one that its "
-                         "own padding names (Tokenizer.enable_padding does)")  # fmt: skip
+        raise InputError("data.text.tokenizer: no padding token: expected '[PAD]', '<pad>' or one that its "
+                         "padding names (see Tokenizer.enable_padding)")  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Return token numbers int32 (N, width), filled up with ``padding``.
+        """Return token numbers, int32 (N, width), padded with ``padding``.
 
         An n-gram of words w₁ … wₙ has the number 2 + known words + h(w₁ … wₙ) mod buckets, with fastText's hash
         h(w₁ … wₙ) = h(w₁ … wₙ₋₁) · 116049371 + h(wₙ) modulo 2⁶⁴, and :func:`hashed` for a word. Unknown words have
@@ -161,29 +179,29 @@ class Vocabulary:
         rows = np.full((len(texts), self.width), self.padding, np.int32)
         for start in range(0, len(texts), _CHUNK):
             part = texts[start : start + _CHUNK]
-            place = slice(start, start + len(part))
+            span = slice(start, start + len(part))
             if self.kind == "characters":
                 numbers = self.numbers
-                for row, text in zip(rows[place], part, strict=True):
-                    found = [numbers.get(character, 0) for character in text.lower()[: self.length]]
-                    row[: len(found)] = found
+                for row, text in zip(rows[span], part, strict=True):
+                    ids = [numbers.get(character, 0) for character in text.lower()[: self.length]]
+                    row[: len(ids)] = ids
             elif self.kind == "pieces":
-                for row, pieces in zip(rows[place], self._pieces.encode_batch(list(part)), strict=True):
+                for row, pieces in zip(rows[span], self._pieces.encode_batch(list(part)), strict=True):
                     row[: len(pieces.ids)] = pieces.ids
             else:
-                self._encode_words(rows[place], part)
+                self._encode_words(rows[span], part)
         return torch.from_numpy(rows)
 
     def _encode_words(self, rows: NDArray[np.int32], texts: Sequence[str]) -> None:
         hashes = np.zeros((len(texts), self.length), np.uint64)
         counts = np.zeros((len(texts), 1), np.int64)
         numbers = self.numbers
-        for place, text in enumerate(texts):
+        for row, text in enumerate(texts):
             words = _WORD.findall(text.lower())[: self.length]
-            counts[place] = len(words)
-            rows[place, : len(words)] = [numbers.get(word, UNKNOWN) for word in words]
+            counts[row] = len(words)
+            rows[row, : len(words)] = [numbers.get(word, UNKNOWN) for word in words]
             if self.ngrams > 1:
-                hashes[place, : len(words)] = [hashed(word) for word in words]
+                hashes[row, : len(words)] = [hashed(word) for word in words]
         begin, grams = self.length, hashes
         for n in range(2, self.ngrams + 1):
             grams = grams[:, :-1] * np.uint64(116049371) + hashes[:, n - 1 :]
@@ -210,7 +228,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
-        """Read what :meth:`save` wrote; a file that was changed since is refused."""
+        """Read what :meth:`save` wrote; refuse a file that has changed since."""
         try:
             content = json.loads(Path(path).read_bytes())
         except FileNotFoundError:
@@ -218,13 +236,13 @@ class Vocabulary:
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read as a vocabulary ({error})") from None
         if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
-            raise InputError(f"{path}: expected a vocabulary with its digest; the file is damaged, or not one")
+            raise InputError(f"{path}: not a vocabulary, or damaged (its digest does not match)")
         try:
-            found = cls(**{**content, "words": tuple(content["words"])})
+            vocabulary = cls(**{**content, "words": tuple(content["words"])})
         except (KeyError, TypeError) as error:
-            raise InputError(f"{path}: is no vocabulary of this version ({error})") from None
-        found._check(str(path))
-        return found
+            raise InputError(f"{path}: not a vocabulary of this version ({error})") from None
+        vocabulary._check(str(path))
+        return vocabulary
 
     def _check(self, path: str) -> None:
         """Refuse what :meth:`build` can't have made; a digest is easily made for anything."""
@@ -236,7 +254,7 @@ class Vocabulary:
             or (self.ngrams > 1) > (self.buckets > 0)
             or not all(isinstance(word, str) for word in (*self.words, self.tokenizer))
         ):
-            raise InputError(f"{path}: is no vocabulary of this version (a value is of another type, or out of range)")
+            raise InputError(f"{path}: not a vocabulary of this version (a value is of another type, or out of range)")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -268,25 +286,32 @@ def _read_tokenizer(path: str, length: int) -> str:
     """Return the content of a ``tokenizer.json`` that can cut texts to a length."""
     try:
         content = Path(path).expanduser().read_text(encoding="utf-8")
-        found = len(_tokenizer(content, length).encode("a " * length).ids)
+        needed = len(_tokenizer(content, length).encode("a " * length).ids)
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"{path}: the tokenizer can't be read ({error.strerror})") from None
-    except Exception as error:  # the library raises plain ones
+    except Exception as error:  # the library raises plain exceptions
         raise InputError(f"{path}: cannot be read as a tokenizer ({error})") from None
-    if found > length:
-        raise InputError(f"{path}: the tokenizer's own marks do not fit in texts of {length} pieces")
+    if needed > length:
+        raise InputError(f"{path}: the tokenizer's special tokens do not fit in texts of {length} pieces")
     return content
 
 
 def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:
-    """Return the vectors of the known words from a text file with lines ``word v1 v2 ...``.
+    """Return the vectors of the vocabulary's words from a text file with lines ``word v1 v2 ...``.
 
     The first line gives the dimension; a line of two whole numbers before it (word2vec's and fastText's header) is
-    passed over. Words may hold blanks, as some of GloVe's do. Where a word comes twice, the first line counts.
+    skipped. Words may hold blanks, as some of GloVe's do. Where a word comes twice, the first line counts.
+
+    Args:
+        path: the file.
+        vocabulary: whose words are wanted.
+
+    Raises:
+        InputError: the file cannot be read, or has no vector for any word.
     """
-    found: dict[int, NDArray[np.float32]] = {}
+    vectors: dict[int, NDArray[np.float32]] = {}
     dimension = 0
     try:
         with Path(path).expanduser().open("rb") as file:
@@ -300,14 +325,14 @@ def read_vectors(path: str | Path, vocabulary: Vocabulary) -> WordVectors:
                                      f"{len(fields) - 1}")  # fmt: skip
                 word = b" ".join(fields[:-dimension]).decode("utf-8", "replace")
                 token = vocabulary.numbers.get(word)
-                if token is not None and token not in found:
-                    found[token] = _vector(fields[-dimension:], f"{path}, line {number}")
+                if token is not None and token not in vectors:
+                    vectors[token] = _vector(fields[-dimension:], f"{path}, line {number}")
     except OSError as error:
         raise InputError(f"{path}: the word vectors can't be read ({error.strerror})") from None
-    if not found:
+    if not vectors:
         raise InputError(f"{path}: has no vector for any of the {len(vocabulary.words)} words of the training split")
-    rows = sorted(found)
-    return WordVectors(torch.tensor(rows), torch.from_numpy(np.stack([found[row] for row in rows])))
+    rows = sorted(vectors)
+    return WordVectors(torch.tensor(rows), torch.from_numpy(np.stack([vectors[row] for row in rows])))
 
 
 def _is_number(field: bytes) -> bool:

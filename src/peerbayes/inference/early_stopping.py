@@ -1,4 +1,4 @@
-"""How many draws an image needs before its predicted class is settled."""
+"""Stop drawing for images whose predicted class no longer changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Referee:
-    """Decides when the leading class of an image is settled, by betting (Waudby-Smith and Ramdas 2023).
+    """Decide when the leading class of an image is settled, by betting (Waudby-Smith and Ramdas 2023).
 
     To test that rival c' is at least as probable as the leader c, a gambler stakes a fraction λ on every draw of
     d = p_c − p_c' ∈ [−1, 1]; if the rival's average is truly as large, the capital Π (1 + λ d) is a
@@ -17,6 +17,10 @@ class Referee:
     has won against every rival; the true best class is one of them, so no correction for their number is
     needed. The leader is fixed before the draws that test it; a new leader restarts the test with δ 6/(π² k²) at
     the k-th start, which sum to δ.
+
+    Args:
+        log_p: of the first draw, (N, C); only its shape and device count.
+        level: δ, the probability that a settled leader is not the most probable class.
     """
 
     STAKES = (0.1, 0.3, 0.6, 0.9)
@@ -30,7 +34,13 @@ class Referee:
         self.stakes = torch.tensor(self.STAKES, device=log_p.device)
 
     def settled(self, here: Tensor, p: Tensor, total: Tensor) -> Tensor:
-        """Take in one draw's probabilities (n, C) of the images ``here`` and say which are settled (n,)."""
+        """Take in one draw's probabilities and return which images are settled, a mask (n,).
+
+        Args:
+            here: the images, int64 (n,).
+            p: their probabilities in this draw, (n, C).
+            total: their probabilities summed over all draws, (n, C).
+        """
         leader, capital = self.leader[here], self.capital[here]
         valid = leader >= 0
         margin = p.gather(1, leader.clamp_min(0)[:, None]) - p
@@ -45,5 +55,5 @@ class Referee:
         self.starts[here] = starts + new
         self.leader[here] = torch.where(new, now, leader)
         self.capital[here] = torch.where(new[:, None, None], torch.zeros_like(capital), capital)
-        # A leader that the average has left is not reported, whatever it won earlier.
+        # A class that no longer leads the average is not settled, whatever it won earlier.
         return done & ~new

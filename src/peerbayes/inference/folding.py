@@ -1,4 +1,4 @@
-"""Batch-norm folded into the layer before it, for prediction: one pass over the activations less for each.
+"""Fold batch-norm into the layer before it, for prediction: one pass over the activations less for each.
 
 In evaluation mode batch-norm is y = (x − m) s + b with s = γ / √(v + ε), so a convolution with weight W
 and bias c before it can use W s and (c − m) s + b instead. That is exact up to rounding. The scale s is laid out like
@@ -29,7 +29,7 @@ _FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, frozenset[str]]] =
 
 
 class Folded:
-    """A posterior's network without the batch-norm layers that can be folded away; for one prediction.
+    """A posterior's network without the batch-norm layers that can be folded away, for one prediction.
 
     Args:
         posterior: whose network it is.
@@ -53,7 +53,7 @@ class Folded:
                     _FUSED[posterior.network] = _fused(posterior, self.network, self.pairs)
                 self.network, self.fused = _FUSED[posterior.network]
             if self.fused and self.network is not None:
-                # A trace has tensors of its own, and only those that are used: what is not drawn is handed in as well.
+                # A trace has its own tensors, and only those it uses: pass those that are not drawn as well.
                 self.used = {
                     f"{prefix}.{leaf}" if prefix else leaf
                     for prefix, module in self.network.named_modules()
@@ -76,9 +76,10 @@ class Folded:
             cast = posterior.layout.views(flat.to(self.half))
             tensors |= self.kept | {f"{layer}.weight": cast[f"{layer}.weight"] for layer in self.fused}
         for layer, norm in self.pairs.items():
-            own = tensors.pop(f"{layer}.bias", None)
+            bias = tensors.pop(f"{layer}.bias", None)
             shift = self.biases[layer]
-            tensors[f"{layer}.bias"] = shift if own is None else own + shift  # its own is scaled with the rest of flat
+            # A layer's bias is scaled with the rest of flat.
+            tensors[f"{layer}.bias"] = shift if bias is None else bias + shift
             for leaf in ("weight", "bias"):
                 tensors.pop(f"{norm}.{leaf}", None)
         if self.fused:
@@ -116,7 +117,7 @@ def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[st
         return None, pairs
     bare = copy.deepcopy(posterior.network)
     for module, original in zip(bare.modules(), posterior.network.modules(), strict=True):
-        # One home: statistics, frozen parameters and devices may change.
+        # Share tensors with the original: statistics, frozen parameters and devices may change.
         module._buffers, module._parameters = original._buffers, original._parameters
     for norm in pairs.values():
         bare.set_submodule(norm, nn.Identity())
@@ -136,7 +137,7 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True  # else what is made of a buffer would be a constant
+    proxy_buffer_attributes = True  # otherwise results computed from a buffer would be constants
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -152,13 +153,13 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
     except Exception:  # see _foldable
         return bare, frozenset()
     modules = dict(traced.named_modules())
-    found, gone = set(), set[fx.Node]()
+    fused, gone = set(), set[fx.Node]()
     for node in list(traced.graph.nodes):
         if node.op == "call_module" and isinstance(modules[node.target], nn.Identity) and len(node.args) == 1:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
     nodes = list(traced.graph.nodes)
-    places = {node: place for place, node in enumerate(nodes)}
+    positions = {node: position for position, node in enumerate(nodes)}
     for node in nodes:
         if node.op != "call_module" or node.target not in pairs or not can_fuse(modules[node.target]):
             continue
@@ -172,9 +173,9 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
             chain.append(after)
         if after is None or not _is_relu(after, modules):
             continue
-        between = nodes[places[node] : places[after]]
+        between = nodes[positions[node] : positions[after]]
         if any(_is_in_place(other, modules) for other in between if other not in gone.union(chain)):
-            continue  # the convolution moves to the place of its ReLU, and must see there what it saw before
+            continue  # the convolution moves to its ReLU, and its inputs must not change in between
         conv = modules[node.target]
         assert isinstance(conv, nn.Conv2d)
         traced.set_submodule(node.target, FusedConv(conv))
@@ -184,11 +185,11 @@ def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tupl
             assert done is not None
             traced.graph.erase_node(done)
             gone.add(done)
-        found.add(str(node.target))
-    if not found:
+        fused.add(str(node.target))
+    if not fused:
         return bare, frozenset()
     traced.recompile()
-    return traced.eval(), frozenset(found)
+    return traced.eval(), frozenset(fused)
 
 
 _SUMS = {operator.add, operator.iadd, torch.add}
@@ -215,9 +216,9 @@ def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 def _foldable(posterior: Posterior) -> dict[str, str]:
     try:
-        # With the parameters in their places: a network may ask whether it has one.
+        # With its parameters in place: a network may check whether it has one.
         graph = fx.symbolic_trace(posterior.materialise()).graph
-    except Exception:  # a network that can't be traced, for whatever reason, is run as it is
+    except Exception:  # a network that cannot be traced is run unchanged
         return {}
     modules = dict(posterior.network.named_modules())
     calls: dict[object, int] = {}
@@ -232,17 +233,17 @@ def _foldable(posterior: Posterior) -> dict[str, str]:
         if (
             isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
             and norm.running_mean is not None
-            # Not linear layers: batch-norm may take another axis than their features' for the channels.
+            # Not linear layers: batch-norm may normalise another axis than their features.
             and isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             and len(before.users) == 1
             and calls[node.target] == calls[before.target] == 1
-            and _is_ours(posterior, str(before.target), str(node.target))
+            and _may_fold(posterior, str(before.target), str(node.target))
         ):
             pairs[str(before.target)] = str(node.target)
     return pairs
 
 
-def _is_ours(posterior: Posterior, layer: str, norm: str) -> bool:
+def _may_fold(posterior: Posterior, layer: str, norm: str) -> bool:
     # The layer's tensors must be drawn and the batch-norm's must not be; neither may be tied to others.
     drawn = posterior.layout.shapes
     others = posterior.rest_layout.shapes

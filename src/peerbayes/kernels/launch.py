@@ -1,7 +1,7 @@
-"""Predictions on a GPU: convolution + bias (+ residual) + ReLU in one pass over the activations, in half precision, and
-draws of shared weights in one pass over the weights.
+"""Launch GPU kernels for predictions: fused convolutions in half precision, and draws of shared weights.
 
-cuDNN does that well for many channels. For few its tiles are mostly empty: a ResNet's 16-channel layers run in half of
+Convolution + bias (+ residual) + ReLU is one pass over the activations, a draw one pass over the weights. cuDNN does
+the first well for many channels. For few its tiles are mostly empty: a ResNet's 16-channel layers run in half of
 cuDNN's time with the kernel below (H200, float16, 10,000 images of 32×32: 0.44 ms instead of 0.95 ms).
 """
 
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 
 class FusedConv(nn.Module):
-    """A convolution with what follows it: relu(conv(x) + bias + residual). Its parameters have the same names."""
+    """A convolution and what follows it: relu(conv(x) + bias + residual).
+
+    Its parameters have the names of the convolution's.
+    """
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class FusedConv(nn.Module):
         assert isinstance(bias, Tensor)
         x, bias = x.to(weight.dtype), bias.to(weight.dtype)
         if x.dim() != 4 or not (residual is None or self._fits(x, weight, residual)):
-            # What is added is no image of the result's shape: a number, say, or a shift by channel.
+            # The residual has another shape: a number, say, or a shift by channel.
             return (F.conv2d(x, weight, bias, self.stride, self.padding) + (0 if residual is None else residual)).relu()
         x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
         if residual is not None:
@@ -47,7 +50,7 @@ class FusedConv(nn.Module):
 
 
 def can_fuse(module: nn.Module) -> bool:
-    """Return whether `FusedConv` can stand for a module."""
+    """Return whether `FusedConv` can replace a module."""
     return (
         isinstance(module, nn.Conv2d)
         and module.groups == 1
@@ -71,8 +74,8 @@ def conv_relu(
         residual: of the result's shape, channels last.
     """
     if not x.is_cuda:
-        found = F.conv2d(x, weight, bias, stride, padding)
-        return (found if residual is None else found + residual).relu_()
+        out = F.conv2d(x, weight, bias, stride, padding)
+        return (out if residual is None else out + residual).relu_()
     if weight.shape[1] <= 16 and weight.shape[0] <= 64 and _kernel("small_conv") is not None:
         return _launch(x, weight, bias, stride, padding, residual)
     if residual is None:
@@ -101,7 +104,7 @@ def draw_shared(columns: Sequence[Tensor], rows: Tensor, begin: Tensor, tiny: fl
 
 @contextlib.contextmanager
 def tried_kernels(wanted: bool = True) -> Iterator[None]:
-    """Let cuDNN try its kernels and take the fastest inside the block, unless it was told to be deterministic."""
+    """Let cuDNN time its kernels and take the fastest inside the block, unless it is set to be deterministic."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
     try:
@@ -117,7 +120,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, 
     result = torch.empty((count, out, tall, wide), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     total, terms = count * tall * wide, rows * columns * channels
     block, by_tap = 256 if out <= 16 else 128, terms > 64
-    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever its arguments are on
+    with torch.cuda.device_of(x):  # Triton launches on the current device, wherever its arguments live
         _kernel("small_conv")[(-(-total // block),)](
             x, weight, bias, result if residual is None else residual, result, total, height, width, tall, wide,
             CHANNELS=channels, OUT=out, OUT_PADDED=_power(out), ROWS=rows, COLUMNS=columns,

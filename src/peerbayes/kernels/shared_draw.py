@@ -1,4 +1,4 @@
-"""A whole draw of shared weights in one pass on a GPU; only imported where there is Triton."""
+"""Draw shared weights in one pass on a GPU; only imported where there is Triton."""
 # mypy: ignore-errors
 
 import triton

@@ -1,4 +1,4 @@
-"""The convolution of few channels that `peerbayes.kernels.launch` launches; only imported where there is Triton."""
+"""Convolve images of few channels on a GPU, for `peerbayes.kernels.launch`; only imported where there is Triton."""
 # mypy: ignore-errors
 
 import triton
@@ -45,8 +45,8 @@ def small_conv(
         factors = tl.load(weight + at, mask=real[None, :] & used[:, None], other=0.0)
         sums = tl.dot(values, factors, sums)
     sums += tl.load(bias + out, mask=real, other=0.0)[None, :].to(tl.float32)
-    place = pixel.to(tl.int64)[:, None] * OUT + out[None, :]
+    target = pixel.to(tl.int64)[:, None] * OUT + out[None, :]
     stored = inside[:, None] & real[None, :]
     if RESIDUAL:
-        sums += tl.load(residual + place, mask=stored, other=0.0).to(tl.float32)
-    tl.store(result + place, tl.where(sums < 0, 0.0, sums).to(result.dtype.element_ty), mask=stored)
+        sums += tl.load(residual + target, mask=stored, other=0.0).to(tl.float32)
+    tl.store(result + target, tl.where(sums < 0, 0.0, sums).to(result.dtype.element_ty), mask=stored)

@@ -1,1 +1,1 @@
-"""Pure functions of tensors: divergences, distributions, a quadratic programme, addressable noise."""
+"""Pure functions of tensors: divergences, Dirichlet and Gaussian distributions, least norms, addressable noise."""

@@ -1,4 +1,4 @@
-"""Dirichlet distributions, and the one that stands for an ensemble's predictions: pure functions, in float64 inside.
+"""Compute Dirichlet divergences, and the Dirichlet that stands for an ensemble, in float64.
 
 Concentrations are finite, above 0, and have the classes as their last axis. Results come back in the dtype of the
 arguments (half precision as float32).
@@ -16,11 +16,11 @@ from torch import Tensor
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import along, check_pair
 
-_LARGE = 16.0  # from here on Stirling's series is exact in float64, below it the functions of torch lose no digits
+_LARGE = 16.0  # from here on Stirling's series is exact in float64; below, torch's functions lose no digits
 
 
 def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:
-    r"""Kullback-Leibler divergence of Dirichlet distributions. With ``α_0 = Σ_k α_k``, ``β_0 = Σ_k β_k``:
+    """Return the Kullback-Leibler divergence of Dirichlet distributions. With ``α_0 = Σ_k α_k``, ``β_0 = Σ_k β_k``:
 
         KL(Dir(α)‖Dir(β)) = log Γ(α_0) − Σ_k log Γ(α_k) − log Γ(β_0) + Σ_k log Γ(β_k)
                             + Σ_k (α_k − β_k) (ψ(α_k) − ψ(α_0))
@@ -38,6 +38,12 @@ def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:
 
     Returns:
         The divergence in nats, shape ``(...)``: not reduced otherwise.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.dirichlet import dirichlet_kl
+        >>> dirichlet_kl(torch.tensor([2.0, 1.0, 1.0]), torch.ones(3))
+        tensor(0.2653)
     """
     check_pair("concentrations", alpha=alpha, beta=beta)
     dtype = torch.promote_types(torch.promote_types(alpha.dtype, beta.dtype), torch.float32)
@@ -48,7 +54,7 @@ def dirichlet_kl(alpha: Tensor, beta: Tensor) -> Tensor:
 
 
 def proxy_dirichlet(log_p_members: Tensor, floor: float = 1e-8) -> Tensor:
-    r"""Concentrations of the Dirichlet that stands for an ensemble (Proxy-EnD²), ``β = 1 + β_0 p̄``, where
+    """Return the concentrations of the Dirichlet that stands for an ensemble (Proxy-EnD²), ``β = 1 + β_0 p̄``, where
 
         p̄ = (1/M) Σ_m p_m        β_0 = (C − 1)/2 / max(floor, Σ_j p̄_j (log p̄_j − (1/M) Σ_m log p_{m,j}))
 
@@ -61,6 +67,13 @@ def proxy_dirichlet(log_p_members: Tensor, floor: float = 1e-8) -> Tensor:
 
     Returns:
         β, shape ``(B, classes)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.dirichlet import proxy_dirichlet
+        >>> members = torch.tensor([[[0.7, 0.2, 0.1]], [[0.5, 0.3, 0.2]]])
+        >>> proxy_dirichlet(members.log())
+        tensor([[27.8004, 12.1668,  7.7001]])
     """
     if log_p_members.dim() != 3 or not log_p_members.is_floating_point() or log_p_members.numel() == 0:
         raise InputError(

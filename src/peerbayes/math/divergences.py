@@ -1,4 +1,4 @@
-"""Divergences between distributions: pure functions in log-space, in nats, without clamped probabilities.
+"""Compute divergences between distributions in log-space, in nats, without clamped probabilities.
 
 Discrete distributions are log-probabilities whose last axis is the classes (``log_softmax`` outputs); the
 value has one element for each leading element. Half precision is computed, and returned, in float32.
@@ -22,7 +22,7 @@ _NEAR = 0.5  # below this |log Σ| the log1p form is the accurate one, above it 
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    r"""Kullback-Leibler divergence of categorical distributions, ``KL(P‖Q) = Σ_m p_m (log p_m − log q_m)``.
+    """Return the Kullback-Leibler divergence of categorical distributions, ``KL(P‖Q) = Σ_m p_m (log p_m − log q_m)``.
 
     A class with ``p_m = 0`` (also ``log p_m = −inf``) contributes nothing, to the value and to the gradients.
 
@@ -32,13 +32,20 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     Returns:
         The divergence in nats, shape ``(...)``: summed over classes, not reduced otherwise.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import kl
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+        >>> kl(p.log(), q.log())
+        tensor(0.5108)
     """
     log_p, log_q = _pair(log_p, log_q)
     return _kl(log_p, log_q)
 
 
 def renyi(log_p: Tensor, log_q: Tensor, alpha: float | Tensor) -> Tensor:
-    r"""Rényi divergence, ``D_α(P‖Q) = log(Σ_m p_m^α q_m^(1−α)) / (α − 1)``; ``KL(P‖Q)`` at α = 1.
+    """Return the Rényi divergence, ``D_α(P‖Q) = log(Σ_m p_m^α q_m^(1−α)) / (α − 1)``; ``KL(P‖Q)`` at α = 1.
 
     At α = 0 it is ``−log Σ_{p_m>0} q_m``: exactly zero, with zero gradients, where no ``log p_m`` is −inf.
     With ``r_m ∝ p_m^α q_m^(1−α)`` the gradients are those along normalised distributions,
@@ -56,6 +63,13 @@ def renyi(log_p: Tensor, log_q: Tensor, alpha: float | Tensor) -> Tensor:
 
     Returns:
         The divergence in nats, shape ``(...)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import renyi
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+        >>> [round(renyi(p.log(), q.log(), alpha).item(), 4) for alpha in (0.5, 1.0, 2.0)]
+        [0.2231, 0.5108, 1.0217]
     """
     log_p, log_q = _pair(log_p, log_q)
     # α and α − 1 are both kept: either loses digits when it is computed from the other in float32.
@@ -77,7 +91,7 @@ def renyi(log_p: Tensor, log_q: Tensor, alpha: float | Tensor) -> Tensor:
 
 
 def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Tensor | float) -> Tensor:
-    r"""Elementwise ``KL(N(μ_q, σ_q²)‖N(μ_p, σ_p²)) = log(σ_p/σ_q) + (σ_q² + (μ_q − μ_p)²)/(2σ_p²) − ½``.
+    """Return ``KL(N(μ_q, σ_q²)‖N(μ_p, σ_p²)) = log(σ_p/σ_q) + (σ_q² + (μ_q − μ_p)²)/(2σ_p²) − ½`` by element.
 
     Value and gradients keep their digits where both Gaussians are nearly the same, in any precision: with
     ``d = σ_q/σ_p − 1`` and ``z = (μ_q − μ_p)/σ_p`` it is computed as ``½(z² + d²) + (d − log(1 + d))``, without
@@ -91,6 +105,12 @@ def gaussian_kl(mean_q: Tensor, std_q: Tensor, mean_p: Tensor | float, std_p: Te
 
     Returns:
         Nats per element, in the broadcast shape; the sum is the divergence of the diagonal Gaussians.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import gaussian_kl
+        >>> gaussian_kl(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.5]), 0.0, 1.0)
+        tensor([0.0000, 0.8181])
     """
     _check_broadcast(mean_q=mean_q, std_q=std_q, mean_p=mean_p, std_p=std_p)
     if not isinstance(std_p, Tensor) and not std_p > 0:
@@ -118,7 +138,7 @@ class _GaussianKL(torch.autograd.Function):
         rest = torch.where(excess.abs() < _SERIES, _minus_log1p(excess), far)
         del far
         squares = excess.square_() + ((mean_q - mean_p) / std_p).square_()
-        # Made anew: of a result that was changed in place, what torch 2.11 compiles has no gradient (pytorch#180642).
+        # A new tensor: torch 2.11 compiles a result modified in place without its gradient (pytorch#180642).
         return squares.mul_(0.5) + rest
 
     @staticmethod
@@ -174,7 +194,7 @@ def _minus_log1p(d: Tensor) -> Tensor:
 
 
 def wasserstein2(mean_1: Tensor, std_1: Tensor, mean_2: Tensor | float, std_2: Tensor | float) -> Tensor:
-    r"""Elementwise squared 2-Wasserstein distance of Gaussians, ``W₂² = (μ_1 − μ_2)² + (σ_1 − σ_2)²``.
+    """Return the squared 2-Wasserstein distance of Gaussians by element, ``W₂² = (μ_1 − μ_2)² + (σ_1 − σ_2)²``.
 
     Args:
         mean_1: means of the first posterior, any shape; all four arguments broadcast.
@@ -184,6 +204,12 @@ def wasserstein2(mean_1: Tensor, std_1: Tensor, mean_2: Tensor | float, std_2: T
 
     Returns:
         Squared distance per element, in the broadcast shape; the sum is ``W₂²`` of the diagonal Gaussians.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import wasserstein2
+        >>> wasserstein2(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 5.0]), 0.0, 1.0)
+        tensor([ 0., 25.])
     """
     _check_broadcast(mean_1=mean_1, std_1=std_1, mean_2=mean_2, std_2=std_2)
     return (mean_1 - mean_2).square() + (std_1 - std_2).square()
@@ -192,7 +218,7 @@ def wasserstein2(mean_1: Tensor, std_1: Tensor, mean_2: Tensor | float, std_2: T
 def kernel_log_conditional(
     features: Tensor, kernel: Literal["cosine", "rbf"] = "cosine", bandwidth: float | None = None
 ) -> Tensor:
-    r"""Log of the neighbour distribution ``p_{i|j} = K(f_i, f_j) / Σ_{k≠j} K(f_k, f_j)``, ``i ≠ j``.
+    """Return the log of the neighbour distribution ``p_{i|j} = K(f_i, f_j) / Σ_{k≠j} K(f_k, f_j)``, ``i ≠ j``.
 
     ``"cosine"``: ``K(a, b) = ½(cos(a, b) + 1)``, at least 1e-7; a zero vector has cosine 0 to all others and
     no gradient. ``"rbf"``: ``K(a, b) = exp(−‖a − b‖²/(2h²))``.
@@ -204,6 +230,15 @@ def kernel_log_conditional(
 
     Returns:
         ``log p_{i|j}`` in row ``j`` (the anchor) and column ``i``, shape ``(n, n)``; −inf on the diagonal.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import kernel_log_conditional
+        >>> features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> kernel_log_conditional(features).exp()
+        tensor([[0.0000, 0.3694, 0.6306],
+                [0.3694, 0.0000, 0.6306],
+                [0.5000, 0.5000, 0.0000]])
     """
     if features.dim() != 2 or features.shape[0] < 2 or not features.is_floating_point():
         raise InputError(
@@ -224,7 +259,7 @@ def kernel_log_conditional(
 
 
 def kernel_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    r"""Divergence of neighbour distributions, ``(1/n) Σ_j Σ_{i≠j} p_{i|j} (log p_{i|j} − log q_{i|j})``.
+    """Return the divergence of neighbour distributions, ``(1/n) Σ_j Σ_{i≠j} p_{i|j} (log p_{i|j} − log q_{i|j})``.
 
     Args:
         log_p: ``kernel_log_conditional`` of the first features, shape ``(n, n)``.
@@ -232,6 +267,14 @@ def kernel_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     Returns:
         A scalar in nats: the sum over neighbours, the mean over anchors.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import kernel_kl, kernel_log_conditional
+        >>> first = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> second = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
+        >>> kernel_kl(kernel_log_conditional(first), kernel_log_conditional(second))
+        tensor(0.0321)
     """
     if log_p.dim() != 2 or log_p.shape[0] != log_p.shape[1] or log_p.shape != log_q.shape:
         raise InputError(
@@ -312,7 +355,12 @@ def _renyi_slopes(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tens
 
 
 def along(tangents: Sequence[Any], slopes: Sequence[Tensor | None]) -> Tensor:
-    """Return the sum of tangent times slope over the arguments that have a tangent."""
+    """Return the sum of tangent times slope over the arguments that have a tangent.
+
+    Args:
+        tangents: by argument; None for those without.
+        slopes: derivatives by argument; None for those that are not wanted.
+    """
     terms = (tangent * slope for tangent, slope in zip(tangents, slopes, strict=True) if slope is not None)
     total: Tensor = functools.reduce(torch.add, terms)
     return total
@@ -373,7 +421,12 @@ def _pair(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_pair(what: str, **pair: Tensor) -> None:
-    """Refuse two tensors that are not (..., classes) of floating-point numbers, or do not broadcast."""
+    """Check that two tensors hold (..., classes) floating-point numbers and broadcast.
+
+    Args:
+        what: what they are, for the error.
+        pair: the tensors by their names.
+    """
     if not all(tensor.is_floating_point() for tensor in pair.values()):
         types = " and ".join(f"{name} has type {tensor.dtype}" for name, tensor in pair.items())
         raise InputError(f"{types}: expected floating-point {what}.")

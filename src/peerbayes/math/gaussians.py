@@ -1,4 +1,4 @@
-"""Gaussians in the plane of (mean, standard deviation) of a weight: densities, distances and merges, in closed form.
+"""Compute densities, distances and merges of Gaussians in the plane of (mean, standard deviation) of a weight.
 
 Everything is float64 and elementwise in the leading axes, on any device. A 2×2 covariance is taken as its trace t, its
 determinant d and its traceless part ``p = ((Σ₁₁ − Σ₂₂)/2, Σ₁₂)``, with ``t²/4 = d + ‖p‖²``: in these the square root
@@ -27,6 +27,14 @@ class Components:
         mean: where they are, shape ``(K, 2)``: (mean of a weight, standard deviation of a weight).
         covariance: symmetric and positive (semi-)definite, shape ``(K, 2, 2)``.
         count: how many weights each one stands for, shape ``(K,)``; the mixture weight is ``count / count.sum()``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import Components
+        >>> mean, count = torch.tensor([[0.0, 0.1], [0.2, 0.1]]).double(), torch.tensor([3.0, 1.0]).double()
+        >>> components = Components(mean, 0.01 * torch.eye(2).double().expand(2, 2, 2), count)
+        >>> len(components), components.select(components.count > 2).mean
+        (2, tensor([[0.0000, 0.1000]], dtype=torch.float64))
     """
 
     mean: Tensor
@@ -53,7 +61,7 @@ class Components:
 
 
 def wasserstein2(mean_1: Tensor, cov_1: Tensor, mean_2: Tensor, cov_2: Tensor) -> Tensor:
-    r"""Squared 2-Wasserstein distance of Gaussians in the plane.
+    """Return the squared 2-Wasserstein distance of Gaussians in the plane.
 
     ``W₂² = ‖m₁ − m₂‖² + t₁ + t₂ − 2√F`` with ``F = tr(Σ₁Σ₂) + 2√(d₁d₂)``. The difference is computed as
 
@@ -69,6 +77,13 @@ def wasserstein2(mean_1: Tensor, cov_1: Tensor, mean_2: Tensor, cov_2: Tensor) -
 
     Returns:
         The squared distances, float64, shape ``(...)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import wasserstein2
+        >>> origin, unit = torch.zeros(2), torch.eye(2)
+        >>> wasserstein2(origin, unit, torch.tensor([3.0, 0.0]), 4 * unit)
+        tensor(11., dtype=torch.float64)
     """
     _check(mean_1=(mean_1, 1), cov_1=(cov_1, 2), mean_2=(mean_2, 1), cov_2=(cov_2, 2))
     cov_1, cov_2 = cov_1.double(), cov_2.double()
@@ -81,7 +96,7 @@ def wasserstein2(mean_1: Tensor, cov_1: Tensor, mean_2: Tensor, cov_2: Tensor) -
 
 
 def mahalanobis(points: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
-    r"""Squared Mahalanobis distance ``D² = (x − m)ᵀ Σ⁻¹ (x − m)``, by the Cholesky factor of Σ.
+    """Return the squared Mahalanobis distance ``D² = (x − m)ᵀ Σ⁻¹ (x − m)``, by the Cholesky factor of Σ.
 
     Args:
         points: shape ``(..., 2)``; all leading axes broadcast.
@@ -90,13 +105,19 @@ def mahalanobis(points: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
 
     Returns:
         The squared distances, float64, shape ``(...)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import mahalanobis
+        >>> mahalanobis(torch.tensor([2.0, 1.0]), torch.zeros(2), 4 * torch.eye(2))
+        tensor(1.2500, dtype=torch.float64)
     """
     _check(points=(points, 1), mean=(mean, 1), cov=(cov, 2))
     return _whitened(points.double() - mean.double(), _cholesky(cov.double()))
 
 
 def log_density(points: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
-    r"""Log-density of Gaussians, ``log N(x; m, Σ) = −log 2π − ½ log det Σ − ½ D²``.
+    """Return the log-density of Gaussians, ``log N(x; m, Σ) = −log 2π − ½ log det Σ − ½ D²``.
 
     Args:
         points: shape ``(..., 2)``; all leading axes broadcast.
@@ -105,6 +126,12 @@ def log_density(points: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
 
     Returns:
         The log-densities in nats, float64, shape ``(...)``.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import log_density
+        >>> log_density(torch.zeros(2), torch.zeros(2), torch.eye(2))
+        tensor(-1.8379, dtype=torch.float64)
     """
     _check(points=(points, 1), mean=(mean, 1), cov=(cov, 2))
     factor = _cholesky(cov.double())
@@ -113,7 +140,7 @@ def log_density(points: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
 
 
 def merged(first: Components, second: Components, rule: Rule = "moment") -> Components:
-    r"""One Gaussian in place of two, pair by pair; the counts are added. With ``δ = m₁ − m₂`` and ``n = n₁ + n₂``:
+    """Merge Gaussians pair by pair and add their counts. With ``δ = m₁ − m₂`` and ``n = n₁ + n₂``:
 
     - ``"moment"``: ``m = (n₁m₁ + n₂m₂)/n``, ``Σ = (n₁Σ₁ + n₂Σ₂)/n + (n₁n₂/n²) δδᵀ``, which are the mean and the
       covariance of the two together: merging changes no first or second moment of the mixture.
@@ -131,6 +158,16 @@ def merged(first: Components, second: Components, rule: Rule = "moment") -> Comp
 
     Returns:
         K components. Two that count nothing are merged as if they counted the same.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.codebook import Components, merged
+        >>> covariance = torch.zeros(1, 2, 2).double()
+        >>> first = Components(torch.tensor([[0.0, 0.0]]).double(), covariance, torch.tensor([3.0]).double())
+        >>> second = Components(torch.tensor([[4.0, 0.0]]).double(), covariance, torch.tensor([1.0]).double())
+        >>> both = merged(first, second)
+        >>> both.mean, both.covariance[0, 0, 0]
+        (tensor([[1., 0.]], dtype=torch.float64), tensor(3., dtype=torch.float64))
     """
     if rule not in get_args(Rule):
         raise InputError(f"rule is '{rule}'{nearest(rule, get_args(Rule))}")

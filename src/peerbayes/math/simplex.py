@@ -1,4 +1,4 @@
-"""The weights of a convex combination of least norm, exactly, in tensor operations that can be captured."""
+"""Compute the convex combination of least norm exactly, in tensor operations that can be captured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOISE = 1e-13  # of a multiplier, relative to the products that it is a sum of
 
 
 def least_norm_weights(gram: Tensor, cap: float = 1.0) -> Tensor:
-    r"""``argmin_ω ‖Σ_m ω_m g_m‖² = ωᵀGω`` subject to ``Σ_m ω_m = 1`` and ``0 ≤ ω_m ≤ cap``, where ``G_mn = g_m·g_n``.
+    """Return ``argmin_ω ‖Σ_m ω_m g_m‖² = ωᵀGω`` with ``Σ_m ω_m = 1`` and ``0 ≤ ω_m ≤ cap``, where ``G_mn = g_m·g_n``.
 
     A primal active-set method in float64, of ``2M + 4`` rounds, that starts at equal weights. Each round takes the
     Newton step of the free weights along ``Σ d = 0``, up to the first bound, which then holds; or else frees the weight
@@ -27,6 +27,13 @@ def least_norm_weights(gram: Tensor, cap: float = 1.0) -> Tensor:
 
     Returns:
         The weights ω, shape ``(..., M)``, without gradient, in the dtype of ``gram`` (half precision as float32).
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.simplex import least_norm_weights
+        >>> gradients = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> least_norm_weights(gradients @ gradients.T)
+        tensor([0.2000, 0.8000])
     """
     if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or not gram.is_floating_point():
         raise InputError(
@@ -54,21 +61,21 @@ def _active_set(gram: Tensor, cap: float) -> Tensor:
     weights = torch.full_like(square, 1 / count)
     slope = gram.mean(-1)
     free = torch.ones_like(square, dtype=torch.bool)
-    places = torch.arange(count, device=gram.device)
+    indices = torch.arange(count, device=gram.device)
     # Of many thousand random problems, also singular ones, none needed more than 1.5 M + 2 rounds.
     for _ in range(2 * count + 4):
         # The shortest free vector, from which the others are measured: its products lose the fewest digits.
-        pivot = (places == torch.where(free, square, torch.inf).argmin(-1, keepdim=True)) & free
+        pivot = (indices == torch.where(free, square, torch.inf).argmin(-1, keepdim=True)) & free
         step = _newton(gram, slope, free, pivot, tiny)
         room = torch.where(step < 0, weights, cap - weights)
-        nearest, place = torch.where(step != 0, room / step.abs(), torch.inf).min(-1, keepdim=True)
-        blocked = (places == place) & (nearest < 1)
+        nearest, index = torch.where(step != 0, room / step.abs(), torch.inf).min(-1, keepdim=True)
+        blocked = (indices == index) & (nearest < 1)
         moved = (weights + nearest.clamp_max(1) * step).clamp(0, cap)
         weights = torch.where(blocked, (step > 0).to(gram.dtype) * cap, moved)
         slope = (gram @ weights.unsqueeze(-1)).squeeze(-1)
         by = _wrong(slope, length, weights, free, pivot, cap)
-        worst, place = by.max(-1, keepdim=True)
-        free = (free & ~blocked) | ((places == place) & (worst > 0) & (nearest >= 1))
+        worst, index = by.max(-1, keepdim=True)
+        free = (free & ~blocked) | ((indices == index) & (worst > 0) & (nearest >= 1))
     return weights
 
 

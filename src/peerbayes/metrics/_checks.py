@@ -1,4 +1,4 @@
-"""What the metrics have in common: checked inputs in float64, and ties."""
+"""Check inputs of metrics, convert them to float64, and average over ties."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from peerbayes.errors import InputError
 _SUM_TOLERANCE = 1e-2
 
 
-def checked_probabilities(probabilities: Tensor, name: str = "probabilities") -> Tensor:
-    """Return ``(N, C)`` probabilities in float64, or say what is wrong with them."""
+def check_probabilities(probabilities: Tensor, name: str = "probabilities") -> Tensor:
+    """Return ``(N, C)`` probabilities in float64.
+
+    Args:
+        probabilities: ``(N, C)``, rows that sum to 1.
+        name: the argument's name, for the error.
+
+    Raises:
+        InputError: a row has NaN, a negative value or another sum.
+    """
     _check_shape(probabilities, 2, name)
     values = probabilities.detach().double()
     total = values.sum(-1)
@@ -26,10 +34,16 @@ def checked_probabilities(probabilities: Tensor, name: str = "probabilities") ->
     return values
 
 
-def checked_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *, normalised: bool = True) -> Tensor:
-    """Return ``(..., N, C)`` log-probabilities in float64, or say what is wrong with them.
+def check_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *, normalised: bool = True) -> Tensor:
+    """Return ``(..., N, C)`` log-probabilities in float64; −inf stands for probability 0.
 
-    −inf stands for probability 0. With ``normalised=False`` logits pass as well.
+    Args:
+        log_probabilities: ``(N, C)`` or ``(M, N, C)``.
+        dimensions: 2 or 3.
+        normalised: whether rows must sum to 1; False lets logits pass.
+
+    Raises:
+        InputError: a row has NaN, +inf or nothing but −inf, or is not normalised.
     """
     _check_shape(log_probabilities, dimensions, "log_probabilities")
     values = log_probabilities.detach().double()
@@ -45,8 +59,16 @@ def checked_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *,
     return values
 
 
-def checked_labels(labels: Tensor, scores: Tensor) -> Tensor:
-    """Return ``(N,)`` labels as int64 beside ``scores`` ``(N, C)``, or say what is wrong with them."""
+def check_labels(labels: Tensor, scores: Tensor) -> Tensor:
+    """Return ``(N,)`` labels as int64, on the device of the scores.
+
+    Args:
+        labels: ``(N,)``, integers.
+        scores: ``(N, C)``, which the labels belong to.
+
+    Raises:
+        InputError: they are not N integers from 0 to C − 1.
+    """
     count, classes = scores.shape
     if labels.shape != (count,) or labels.is_floating_point() or labels.dtype == torch.bool:
         raise InputError(
@@ -55,12 +77,20 @@ def checked_labels(labels: Tensor, scores: Tensor) -> Tensor:
     labels = labels.to(scores.device, torch.int64)
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
-        raise InputError(f"labels: found {low if low < 0 else high}; expected values from 0 to {classes - 1}")
+        raise InputError(f"labels: got {low if low < 0 else high}; expected values from 0 to {classes - 1}")
     return labels
 
 
-def checked_vector(values: Tensor, name: str) -> Tensor:
-    """Return ``(N,)`` numbers in float64, or say what is wrong with them."""
+def check_vector(values: Tensor, name: str) -> Tensor:
+    """Return ``(N,)`` numbers in float64.
+
+    Args:
+        values: ``(N,)``.
+        name: the argument's name, for the error.
+
+    Raises:
+        InputError: it is no vector, is empty, or has NaN.
+    """
     if values.ndim != 1 or values.numel() == 0:
         raise InputError(f"{name}: got shape {tuple(values.shape)}; expected a vector with at least one number")
     values = values.detach().double()
@@ -69,17 +99,24 @@ def checked_vector(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def checked_bins(bins: int) -> int:
-    """Return the number of bins, or say that it must be positive."""
+def check_bins(bins: int) -> int:
+    """Return the number of bins, which must be positive."""
     if bins < 1:
         raise InputError(f"bins: got {bins}; expected 1 or more")
     return bins
 
 
 def sorted_with_shared_ties(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort ``values`` by ascending ``keys``, both ``(N,)``; equal keys share the mean of their values.
+    """Sort ``values`` by ascending ``keys``; equal keys share the mean of their values.
 
     Sums over a prefix are then their expectation under random tie-breaking, whatever the order of the input.
+
+    Args:
+        keys: ``(N,)``.
+        values: ``(N,)``.
+
+    Returns:
+        The sorted keys and their values, ``(N,)`` each.
     """
     keys, order = keys.sort(stable=True)
     starts = torch.ones_like(keys, dtype=torch.bool)

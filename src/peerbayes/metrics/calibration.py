@@ -1,4 +1,4 @@
-"""Whether confidence means what it says: reliability, calibration errors and temperature scaling."""
+"""Measure calibration: reliability diagrams, calibration errors and temperature scaling."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import scipy  # whose parts are loaded when they are used
+import scipy  # its submodules are imported on first use
 import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
 from peerbayes.metrics._checks import (
-    checked_bins,
-    checked_labels,
-    checked_log_probabilities,
-    checked_probabilities,
+    check_bins,
+    check_labels,
+    check_log_probabilities,
+    check_probabilities,
     sorted_with_shared_ties,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """A reliability diagram: what happened in each bin of confidence, on the CPU.
+    """A reliability diagram: accuracy and confidence by bin of confidence, on the CPU.
 
     Args:
         count: images in the bin, ``(L,)``, int64.
         accuracy: share of them that are right, ``(L,)``, float64; NaN where the bin is empty.
         confidence: mean of their ``max_c p_c``, ``(L,)``, float64; NaN where the bin is empty.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import reliability
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+        >>> diagram = reliability(probabilities, torch.tensor([0, 1, 1]), bins=2)
+        >>> diagram.count, round(diagram.error, 4)
+        (tensor([0, 3]), 0.0667)
     """
 
     count: Tensor
@@ -52,9 +60,19 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Reliab
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
         bins: the number L of bins.
+
+    Returns:
+        Count, accuracy and mean confidence of each bin.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import reliability
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+        >>> reliability(probabilities, torch.tensor([0, 1, 1]), bins=4).accuracy
+        tensor([   nan,    nan, 0.5000, 1.0000], dtype=torch.float64)
     """
     confidence, correct = _confidence(probabilities, labels)
-    index = _equal_width_bin(confidence, checked_bins(bins), probabilities.dtype)
+    index = _equal_width_bin(confidence, check_bins(bins), probabilities.dtype)
     return _per_bin(confidence, correct, index, bins)
 
 
@@ -67,6 +85,13 @@ def ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
         bins: the number L of bins.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import ece
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+        >>> round(ece(probabilities, torch.tensor([0, 1, 1])), 4)
+        0.3333
     """
     return reliability(probabilities, labels, bins).error
 
@@ -81,22 +106,36 @@ def adaptive_ece(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
         bins: the number L of bins.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import adaptive_ece
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
+        >>> round(adaptive_ece(probabilities, torch.tensor([0, 1, 1, 0]), bins=2), 4)
+        0.15
     """
     confidence, correct = sorted_with_shared_ties(*_confidence(probabilities, labels))
     count = len(confidence)
-    index = torch.arange(count) * checked_bins(bins) // count
+    index = torch.arange(count) * check_bins(bins) // count
     return _per_bin(confidence, correct, index, bins).error
 
 
 @dataclass(frozen=True, eq=False)
 class ClassConfidence:
-    """How sure predictions are, by true class, on the CPU; NaN where there is no image of a class.
+    """Confidence of predictions by true class, on the CPU; NaN for a class without images.
 
     Args:
         count: images, ``(C,)``, int64.
         accuracy: share of them that are right, ``(C,)``, float64.
         mean: of their ``max_c p_c``, ``(C,)``, float64.
         quantiles: of their ``max_c p_c``, one column a level, ``(C, Q)``, float64.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import confidence_by_class
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+        >>> confidence_by_class(probabilities, torch.tensor([0, 1, 1]), levels=[0.5]).mean
+        tensor([0.9000, 0.6500], dtype=torch.float64)
     """
 
     count: Tensor
@@ -106,12 +145,19 @@ class ClassConfidence:
 
 
 def confidence_by_class(probabilities: Tensor, labels: Tensor, levels: Sequence[float]) -> ClassConfidence:
-    """Sort images by their true class; return accuracy, and mean and quantiles of the confidence ``max_c p_c``.
+    """Return accuracy, and mean and quantiles of the confidence ``max_c p_c``, by true class.
 
     Args:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
         levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import confidence_by_class
+        >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+        >>> confidence_by_class(probabilities, torch.tensor([0, 1, 1]), levels=[0.5]).accuracy
+        tensor([1.0000, 0.5000], dtype=torch.float64)
     """
     confidence, correct = _confidence(probabilities, labels)
     classes, labels = probabilities.shape[1], labels.cpu().long()
@@ -123,13 +169,20 @@ def confidence_by_class(probabilities: Tensor, labels: Tensor, levels: Sequence[
 
 
 def confidence_overall(probabilities: Tensor, levels: Sequence[float]) -> tuple[float, Tensor]:
-    """Return mean and quantiles ``(Q,)`` of the confidence ``max_c p_c`` of images, whatever their classes.
+    """Return mean and quantiles ``(Q,)`` of the confidence ``max_c p_c`` over all images.
 
     Args:
         probabilities: ``(N, C)``.
         levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import confidence_overall
+        >>> mean, quantiles = confidence_overall(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), levels=[0.0, 1.0])
+        >>> mean, quantiles
+        (0.625, tensor([0.5000, 0.7500], dtype=torch.float64))
     """
-    confidence = checked_probabilities(probabilities).amax(-1).cpu()
+    confidence = check_probabilities(probabilities).amax(-1).cpu()
     return float(confidence.mean()), _quantiles(confidence, levels)
 
 
@@ -149,12 +202,19 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
             draws, or the logits of a single network.
         labels: ``(N,)``, integers.
         bounds: the lowest and highest τ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import fit_temperature
+        >>> log_p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]).log()
+        >>> round(fit_temperature(log_p, torch.tensor([0, 0, 0, 1])), 2)  # 90 % sure, 75 % right
+        2.0
     """
     lowest, highest = bounds
     if not 0 < lowest < highest < math.inf:
         raise InputError(f"bounds: got {bounds}; expected 0 < lowest < highest")
-    log_p = checked_log_probabilities(log_probabilities, normalised=False)
-    labels = checked_labels(labels, log_p)
+    log_p = check_log_probabilities(log_probabilities, normalised=False)
+    labels = check_labels(labels, log_p)
     lead = log_p - log_p.gather(1, labels[:, None])
     if bool(lead.isnan().any()) or bool(lead.isposinf().any()):
         raise InputError("log_probabilities: a label has −inf; expected a finite value, or no temperature helps")
@@ -181,6 +241,12 @@ def temper(log_probabilities: Tensor, temperature: float) -> Tensor:
     Args:
         log_probabilities: ``(..., C)``; logits give the same result.
         temperature: τ > 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import temper
+        >>> temper(torch.tensor([[0.9, 0.1]]).log(), temperature=2.0).exp()
+        tensor([[0.7500, 0.2500]])
     """
     if not 0 < temperature < math.inf:
         raise InputError(f"temperature: got {temperature}; expected a positive number")
@@ -188,8 +254,8 @@ def temper(log_probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    values = checked_probabilities(probabilities)
-    labels = checked_labels(labels, values)
+    values = check_probabilities(probabilities)
+    labels = check_labels(labels, values)
     confidence, predicted = values.max(-1)
     # Two numbers an image: binning them on the CPU is cheap and gives the same sums for every device.
     return confidence.cpu(), (predicted == labels).double().cpu()

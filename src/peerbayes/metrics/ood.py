@@ -1,4 +1,4 @@
-"""Telling foreign images from familiar ones by a score; out of distribution is the positive class.
+"""Tell images out of distribution from those in distribution by a score; out of distribution is the positive class.
 
 A higher score means "more out". Equal scores cannot be told apart by any threshold, and count accordingly.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_vector
+from peerbayes.metrics._checks import check_vector
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -18,6 +18,12 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     Args:
         scores_in: ``(N,)``, of images in distribution.
         scores_out: ``(K,)``, of images out of distribution.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import auroc
+        >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9]))
+        0.8333333333333334
     """
     inside, outside = _sorted(scores_in, scores_out)
     below = torch.searchsorted(inside, outside, right=False)
@@ -34,6 +40,12 @@ def aupr(scores_in: Tensor, scores_out: Tensor) -> float:
     Args:
         scores_in: ``(N,)``, of images in distribution.
         scores_out: ``(K,)``, of images out of distribution.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import aupr
+        >>> round(aupr(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])), 4)
+        0.8333
     """
     inside, outside = _sorted(scores_in, scores_out)
     false = len(inside) - torch.searchsorted(inside, outside)
@@ -48,6 +60,12 @@ def fpr_at_tpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.85) -> floa
         scores_in: ``(N,)``, of images in distribution.
         scores_out: ``(K,)``, of images out of distribution.
         tpr: the share of images out of distribution to be found, in (0, 1].
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import fpr_at_tpr
+        >>> fpr_at_tpr(torch.tensor([0.1, 0.2, 0.4, 0.6]), torch.tensor([0.5, 0.9]), tpr=1.0)
+        0.25
     """
     if not 0 < tpr <= 1:
         raise InputError(f"tpr: got {tpr}; expected a value above 0 and at most 1")
@@ -60,5 +78,5 @@ def fpr_at_tpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.85) -> floa
 
 
 def _sorted(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
-    inside, outside = checked_vector(scores_in, "scores_in"), checked_vector(scores_out, "scores_out")
+    inside, outside = check_vector(scores_in, "scores_in"), check_vector(scores_out, "scores_out")
     return inside.sort().values, outside.to(inside.device).sort().values

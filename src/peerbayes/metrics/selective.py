@@ -1,4 +1,4 @@
-"""Answering only where the network is sure: accuracy against the share of images kept."""
+"""Measure selective prediction: accuracy against the share of images that are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import checked_vector, sorted_with_shared_ties
+from peerbayes.metrics._checks import check_vector, sorted_with_shared_ties
 
 
 def retention_curve(
@@ -23,6 +23,13 @@ def retention_curve(
         uncertainty: ``(N,)``; disagreement or entropy, for instance.
         correct: ``(N,)``, true or 1 where the prediction is right.
         fractions: shares to keep, each in (0, 1].
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import retention_curve
+        >>> uncertainty, correct = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1, 1, 0, 0])
+        >>> retention_curve(uncertainty, correct, fractions=[0.5, 1.0])
+        (1.0, 0.5)
     """
     right = _right_by_uncertainty(uncertainty, correct)
     for fraction in fractions:
@@ -40,13 +47,19 @@ def aurc(uncertainty: Tensor, correct: Tensor) -> float:
     Args:
         uncertainty: ``(N,)``.
         correct: ``(N,)``, true or 1 where the prediction is right.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import aurc
+        >>> aurc(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1, 1, 1, 0]))
+        0.0625
     """
     wrong = 1 - _right_by_uncertainty(uncertainty, correct)
     return float((wrong.cumsum(0) / torch.arange(1, len(wrong) + 1)).mean())
 
 
 def _right_by_uncertainty(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    keys, right = checked_vector(uncertainty, "uncertainty"), checked_vector(correct, "correct")
+    keys, right = check_vector(uncertainty, "uncertainty"), check_vector(correct, "correct")
     if keys.shape != right.shape:
         raise InputError(f"correct: got {len(right)} values; expected {len(keys)}, as many as uncertainty")
     if not bool(((right == 0) | (right == 1)).all()):

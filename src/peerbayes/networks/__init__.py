@@ -1,4 +1,4 @@
-"""Networks: any `torch.nn.Module` from images in [0, 1], or token numbers, to logits."""
+"""Build networks: any `torch.nn.Module` from images in [0, 1], or token numbers, to logits."""
 
 from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer

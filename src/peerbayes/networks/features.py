@@ -1,4 +1,4 @@
-"""Intermediate features of any network, taken by submodule name."""
+"""Capture intermediate features of any network by the names of its submodules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from peerbayes.errors import InputError, nearest
 
 
 def find_layer(network: nn.Module, name: str) -> nn.Module:
-    """Return the submodule called ``name``; a unique ending will do (``layer2`` for ``network.layer2``).
+    """Return the submodule called ``name``; a unique ending suffices (``layer2`` for ``network.layer2``).
+
+    Args:
+        network: the network.
+        name: the submodule's name, or how it ends.
 
     Raises:
         InputError: no submodule, or more than one, has that name.
+
+    Example:
+        >>> from torch import nn
+        >>> from peerbayes.networks import find_layer
+        >>> network = nn.Sequential()
+        >>> network.add_module("body", nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        >>> find_layer(network, "body.1")
+        ReLU()
     """
     modules: dict[str, nn.Module] = dict(network.named_modules())
     if name and name in modules:
@@ -32,19 +44,36 @@ def find_layer(network: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Collect the outputs of the named layers during the forward passes inside the block."""
-    found: dict[str, Tensor] = {}
+    """Collect the outputs of the named layers during forward passes inside the block.
+
+    Args:
+        network: the network.
+        layers: names of submodules, see `find_layer`.
+
+    Returns:
+        A context manager whose value has the latest output by layer.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.networks import capture
+        >>> network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> with capture(network, ["1"]) as features:
+        ...     logits = network(torch.zeros(2, 4))
+        >>> features["1"].shape
+        torch.Size([2, 8])
+    """
+    features: dict[str, Tensor] = {}
 
     def keep(layer: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            found[layer] = output
+            features[layer] = output
 
         return hook
 
-    modules = {layer: find_layer(network, layer) for layer in layers}  # all are found before any gets a hook
+    modules = {layer: find_layer(network, layer) for layer in layers}  # look up all before hooking any
     handles = [module.register_forward_hook(keep(layer)) for layer, module in modules.items()]
     try:
-        yield found
+        yield features
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""GoogLeNet (Szegedy et al. 2015) with batch-norm and a stem for small images, as paper 2 uses it."""
+"""Define GoogLeNet (Szegedy et al. 2015) with batch-norm and a stem for small images, as in paper 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _conv(channels_in: int, channels: int, kernel: int) -> nn.Sequential:
 
 
 class Inception(nn.Module):
-    """Four branches side by side: 1×1; 1×1 and 3×3; 1×1 and two 3×3 (for the 5×5); 3×3 max pooling and 1×1.
+    """Four parallel branches: 1×1; 1×1 and 3×3; 1×1 and two 3×3 (for the 5×5); 3×3 max pooling and 1×1.
 
     Args:
         channels_in: channels of the input.
@@ -28,9 +28,11 @@ class Inception(nn.Module):
         pooled: channels of the fourth branch.
     """
 
-    def __init__(self, channels_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pooled: int) -> None:
+    def __init__(
+        self, channels_in: int, pointwise: int, three: tuple[int, int], five: tuple[int, int], pooled: int
+    ) -> None:
         super().__init__()
-        self.one = _conv(channels_in, one, 1)
+        self.one = _conv(channels_in, pointwise, 1)
         self.three = nn.Sequential(_conv(channels_in, three[0], 1), _conv(three[0], three[1], 3))
         self.five = nn.Sequential(
             _conv(channels_in, five[0], 1), _conv(five[0], five[1], 3), _conv(five[1], five[1], 3)
@@ -42,7 +44,7 @@ class Inception(nn.Module):
 
 
 class GoogLeNet(nn.Module):
-    """Normalisation, three 3×3 convolutions, three stages that begin with pooling, dropout of 0.4, a linear head.
+    """GoogLeNet: normalisation, three 3×3 convolutions, three stages that begin with pooling, dropout, a linear head.
 
     Nine inception blocks of the paper's widths; no auxiliary classifiers. Convolutions have no bias: the batch-norm
     after each takes it away again.
@@ -82,5 +84,5 @@ class GoogLeNet(nn.Module):
 
 @network
 def googlenet(inputs: Inputs) -> nn.Module:
-    """GoogLeNet with a stem for small images (6.4 M weights)."""
+    """Return GoogLeNet with a stem for small images (6.4 M weights)."""
     return GoogLeNet(inputs)

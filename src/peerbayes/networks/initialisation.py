@@ -1,4 +1,4 @@
-"""The initial values that the larger networks share (He et al. 2015)."""
+"""Initialise the larger networks (He et al. 2015)."""
 
 from __future__ import annotations
 

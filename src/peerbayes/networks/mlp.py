@@ -1,4 +1,4 @@
-"""A plain multi-layer perceptron."""
+"""Define a plain multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class MLP(nn.Module):
 
 @network
 def mlp(inputs: Inputs) -> nn.Module:
-    """Two hidden layers of 256 units."""
+    """Return a perceptron with two hidden layers of 256 units."""
     return MLP(inputs)

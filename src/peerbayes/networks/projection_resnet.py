@@ -1,4 +1,4 @@
-"""ResNets of ImageNet's shape (He et al. 2016, section 4.1) with a 3×3 stem for small images, as papers 2, 3 and 4 use.
+"""Define ResNets of ImageNet's shape (He et al. 2016, section 4.1) with a 3×3 stem for small images: papers 2, 3 and 4.
 
 With ImageNet's own stem (7×7 at stride 2, then pooling) they are ``timm/resnet18`` and so on.
 """
@@ -13,7 +13,13 @@ from peerbayes.networks.registry import Inputs, Normalize, network
 
 
 class Projection(nn.Module):
-    """The shortcut where size or width change (option B): a 1×1 convolution and batch-norm."""
+    """Shortcut where size or width change (option B): a 1×1 convolution and batch-norm.
+
+    Args:
+        channels_in: channels of the input.
+        channels: channels of the result.
+        stride: of the convolution.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -30,7 +36,13 @@ def _shortcut(channels_in: int, channels: int, stride: int) -> nn.Module:
 
 
 class Basic(nn.Module):
-    """conv-bn-relu-conv-bn, plus the shortcut, then relu."""
+    """Basic block: conv-bn-relu-conv-bn, plus the shortcut, then relu.
+
+    Args:
+        channels_in: channels of the input.
+        width: channels of both convolutions and of the result.
+        stride: of the first convolution.
+    """
 
     expansion = 1
 
@@ -48,7 +60,13 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 (which has the stride) and 1×1 to four times the width, each with batch-norm, plus the shortcut."""
+    """Bottleneck block: 1×1, 3×3 and 1×1 convolutions, each with batch-norm, plus the shortcut, then relu.
+
+    Args:
+        channels_in: channels of the input.
+        width: channels of the first two convolutions; the result has four times as many.
+        stride: of the 3×3 convolution.
+    """
 
     expansion = 4
 
@@ -69,7 +87,7 @@ class Bottleneck(nn.Module):
 
 
 class ProjectionResNet(nn.Module):
-    """Normalisation, a 3×3 stem without pooling, four stages, global average pooling, a linear head.
+    """ResNet: normalisation, a 3×3 stem without pooling, four stages, global average pooling, a linear head.
 
     Args:
         inputs: classes, shape and channel statistics of the data.
@@ -108,23 +126,23 @@ def _stage(
 
 @network
 def resnet18(inputs: Inputs) -> nn.Module:
-    """ResNet-18 with a stem for small images (11.2 M weights)."""
+    """Return ResNet-18 with a stem for small images (11.2 M weights)."""
     return ProjectionResNet(inputs, Basic, (2, 2, 2, 2))
 
 
 @network
 def resnet34(inputs: Inputs) -> nn.Module:
-    """ResNet-34 with a stem for small images (21.3 M weights)."""
+    """Return ResNet-34 with a stem for small images (21.3 M weights)."""
     return ProjectionResNet(inputs, Basic, (3, 4, 6, 3))
 
 
 @network
 def resnet50(inputs: Inputs) -> nn.Module:
-    """ResNet-50 with a stem for small images (23.7 M weights)."""
+    """Return ResNet-50 with a stem for small images (23.7 M weights)."""
     return ProjectionResNet(inputs, Bottleneck, (3, 4, 6, 3))
 
 
 @network
 def resnet101(inputs: Inputs) -> nn.Module:
-    """ResNet-101 with a stem for small images (42.7 M weights)."""
+    """Return ResNet-101 with a stem for small images (42.7 M weights)."""
     return ProjectionResNet(inputs, Bottleneck, (3, 4, 23, 3))

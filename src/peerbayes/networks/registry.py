@@ -1,4 +1,4 @@
-"""Networks by name: the library's own, timm's, or a user's ``package.module:function``."""
+"""Build networks by name: the library's own, timm's, or a user's ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from peerbayes.importing import imported
 
 
 class WordVectors(NamedTuple):
-    """Vectors that an embedding starts from: token numbers int64 (K,), and their vectors float32 (K, dimension)."""
+    """Vectors that an embedding starts from.
+
+    Attributes:
+        tokens: token numbers, int64 (K,).
+        vectors: their vectors, float32 (K, dimension).
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.networks import WordVectors
+        >>> WordVectors(torch.tensor([2, 5]), torch.zeros(2, 300)).vectors.shape
+        torch.Size([2, 300])
+    """
 
     tokens: Tensor
     vectors: Tensor
@@ -22,7 +33,7 @@ class WordVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a network must know of the data.
+    """Description of the data for a network.
 
     Args:
         classes: number of classes.
@@ -33,6 +44,12 @@ class Inputs:
         dimension: for texts: of the word vectors to start from. 0 without them.
         padding: for texts: the token number that fills rows up.
         vectors: for texts: what the embedding starts from; not part of a network's description.
+
+    Example:
+        >>> from peerbayes.networks import Inputs
+        >>> inputs = Inputs(classes=10, shape=(3, 32, 32), mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+        >>> inputs.describe()["shape"]
+        (3, 32, 32)
     """
 
     classes: int
@@ -45,7 +62,7 @@ class Inputs:
     vectors: WordVectors | None = field(default=None, repr=False, compare=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return what rebuilds the network, as JSON-ready values: everything but the vectors."""
+        """Return all but the vectors as JSON-ready values, from which the network can be rebuilt."""
         return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "vectors"}
 
 
@@ -54,12 +71,22 @@ _NETWORKS: dict[str, Builder] = {}
 
 
 def network(builder: Builder) -> Builder:
-    """Make a function from `Inputs` to a module available in recipes under its own name."""
+    """Register a function from `Inputs` to a module as a network, for recipes, under its own name.
+
+    Example:
+        >>> import peerbayes
+        >>> from torch import nn
+        >>> @peerbayes.network
+        ... def flat_linear(inputs):
+        ...     return nn.Sequential(nn.Flatten(), nn.LazyLinear(inputs.classes))
+        >>> "flat_linear" in peerbayes.networks.names()
+        True
+    """
     _NETWORKS[builder.__name__] = builder
     return builder
 
 
-def _require_images(inputs: Inputs) -> None:
+def _check_images(inputs: Inputs) -> None:
     if inputs.tokens:
         raise InputError("the network is for images, but the data are texts")
     if not len(inputs.mean) == len(inputs.std) == inputs.shape[0]:
@@ -68,14 +95,25 @@ def _require_images(inputs: Inputs) -> None:
 
 
 class Normalize(nn.Module):
-    """(x − mean) / std by channel, for images in [0, 1]."""
+    """Normalise images in [0, 1] by channel: (x − mean) / std.
+
+    Args:
+        inputs: of images, with mean and standard deviation by channel.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.networks import Inputs, Normalize
+        >>> normalize = Normalize(Inputs(classes=10, shape=(1, 2, 2), mean=(0.5,), std=(0.25,)))
+        >>> normalize(torch.ones(1, 1, 2, 2)).flatten()
+        tensor([2., 2., 2., 2.])
+    """
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
-        _require_images(inputs)
+        _check_images(inputs)
         self.register_buffer("mean", torch.tensor(inputs.mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(inputs.std).view(1, -1, 1, 1))
 
@@ -84,7 +122,19 @@ class Normalize(nn.Module):
 
 
 class Normalized(nn.Module):
-    """A network that expects normalised images, behind the normalisation it expects."""
+    """A network that expects normalised images, preceded by the normalisation.
+
+    Args:
+        inner: the network.
+        inputs: of images, with mean and standard deviation by channel.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.networks import Inputs, Normalized
+        >>> inputs = Inputs(classes=4, shape=(1, 2, 2), mean=(0.5,), std=(0.25,))
+        >>> Normalized(torch.nn.Flatten(), inputs)(torch.zeros(1, 1, 2, 2))
+        tensor([[-2., -2., -2., -2.]])
+    """
 
     def __init__(self, inner: nn.Module, inputs: Inputs) -> None:
         super().__init__()
@@ -99,15 +149,20 @@ class Normalized(nn.Module):
 def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
     """Build timm's network NAME for these classes, channels and, where it depends on it, image size.
 
-    Nothing is downloaded. One empty image is sent through, so that a size it can't take is known at once.
+    Nothing is downloaded. One empty image is sent through, so that an unsupported size is reported at once.
+
+    Args:
+        name: timm's name of it.
+        inputs: classes and shape of the data.
+        options: of ``timm.create_model``.
     """
     try:
         import timm
     except ImportError:
         raise InputError(f"network 'timm/{name}' needs timm: pip install 'peerbayes[zoo]'") from None
-    _require_images(inputs)
+    _check_images(inputs)
     if not timm.is_model(name):
-        raise InputError(f"timm has no network '{name}'{_close(name, timm.list_models())}")
+        raise InputError(f"timm has no network '{name}'{_suggestion(name, timm.list_models())}")
     about = timm.get_pretrained_cfg(name)
     if about is not None and about.fixed_input_size:
         options["img_size"] = inputs.shape[1:]
@@ -115,7 +170,7 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
         built: nn.Module = timm.create_model(name, num_classes=inputs.classes, in_chans=inputs.shape[0], **options)
         with torch.no_grad():
             logits = built.eval()(torch.zeros(1, *inputs.shape))
-    except Exception as error:  # each network has checks of its own
+    except Exception as error:  # every network raises its own errors
         sides, why = "×".join(map(str, inputs.shape[1:])), " ".join(str(error).split()) or reason(error)
         raise InputError(f"network 'timm/{name}' can't be built for images of {sides} pixels: {why}") from None
     if not isinstance(logits, Tensor) or logits.shape != (1, inputs.classes):
@@ -123,8 +178,8 @@ def timm_network(name: str, inputs: Inputs, **options: Any) -> nn.Module:
     return built.train()
 
 
-def _close(name: str, known: list[str]) -> str:
-    text = nearest(name, known)
+def _suggestion(name: str, candidates: list[str]) -> str:
+    text = nearest(name, candidates)
     return text if text.startswith("; did") else ""
 
 
@@ -144,7 +199,22 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
 
 
 def build(name: str, inputs: Inputs) -> nn.Module:
-    """Build a network: ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``."""
+    """Build a network by name.
+
+    Args:
+        name: ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``.
+        inputs: classes, shape and statistics of the data.
+
+    Raises:
+        InputError: there is no such network, or it cannot be built for these data.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.networks import Inputs, build
+        >>> network = build("resnet8", Inputs(classes=10, shape=(1, 8, 8), mean=(0.3,), std=(0.4,)))
+        >>> network(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
     if name.startswith("timm/"):
         return Normalized(timm_network(name.removeprefix("timm/"), inputs), inputs)
     if ":" in name:
@@ -155,5 +225,11 @@ def build(name: str, inputs: Inputs) -> nn.Module:
 
 
 def names() -> list[str]:
-    """Return the names of the library's own networks."""
+    """Return the names of the library's own and of registered networks, sorted.
+
+    Example:
+        >>> from peerbayes.networks import names
+        >>> "resnet20" in names()
+        True
+    """
     return sorted(_NETWORKS)

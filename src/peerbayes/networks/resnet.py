@@ -1,4 +1,4 @@
-"""ResNets for small images (He et al. 2016, section 4.2), with the three stages of paper 1 as named submodules."""
+"""Define ResNets for small images (He et al. 2016, section 4.2), with the three stages of paper 1 as submodules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from peerbayes.networks.registry import Inputs, Normalize, network
 
 
 class BasicBlock(nn.Module):
-    """conv-bn-relu-conv-bn, plus a parameter-free shortcut (option A: subsample and pad channels), then relu."""
+    """Basic block: conv-bn-relu-conv-bn, plus a parameter-free shortcut, then relu.
+
+    The shortcut is option A: it subsamples, and pads channels with zeros.
+
+    Args:
+        channels_in: channels of the input.
+        channels: channels of both convolutions.
+        stride: of the first convolution.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -31,7 +39,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Normalisation, a 3×3 stem, three stages of basic blocks, global average pooling, a linear head.
+    """ResNet: normalisation, a 3×3 stem, three stages of basic blocks, global average pooling, a linear head.
 
     Args:
         inputs: classes, shape and channel statistics of the data.
@@ -67,23 +75,23 @@ class ResNet(nn.Module):
 
 @network
 def resnet8(inputs: Inputs) -> nn.Module:
-    """One block a stage, 8/16/32 channels (0.02 M weights): for 8×8 and 28×28 images."""
+    """Return a ResNet with one block a stage and 8/16/32 channels (0.02 M weights), for 8×8 and 28×28 images."""
     return ResNet(inputs, blocks=1, widths=(8, 16, 32))
 
 
 @network
 def resnet20(inputs: Inputs) -> nn.Module:
-    """CIFAR ResNet-20 (0.27 M weights)."""
+    """Return CIFAR ResNet-20 (0.27 M weights)."""
     return ResNet(inputs, blocks=3)
 
 
 @network
 def resnet32(inputs: Inputs) -> nn.Module:
-    """CIFAR ResNet-32 (0.46 M weights)."""
+    """Return CIFAR ResNet-32 (0.46 M weights)."""
     return ResNet(inputs, blocks=5)
 
 
 @network
 def resnet56(inputs: Inputs) -> nn.Module:
-    """CIFAR ResNet-56 (0.85 M weights)."""
+    """Return CIFAR ResNet-56 (0.85 M weights)."""
     return ResNet(inputs, blocks=9)

@@ -1,4 +1,4 @@
-"""Networks for texts, which come as rows of token numbers (B, L), filled up with ``inputs.padding``."""
+"""Define networks for texts, rows of token numbers (B, L) padded with ``inputs.padding``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from peerbayes.networks.registry import Inputs, network
 CHARACTERS = 70  # of the alphabet of Zhang et al. 2015
 
 
-def _require_texts(inputs: Inputs, name: str) -> None:
+def _check_texts(inputs: Inputs, name: str) -> None:
     if not inputs.tokens:
         raise InputError(f"network '{name}' is for texts, but the data are images")
 
 
 class FastText(nn.Module):
-    """Mean of the embeddings of all words and n-grams, then linear layers (Joulin et al. 2017).
+    """fastText: mean of the embeddings of all words and n-grams, then linear layers (Joulin et al. 2017).
 
     Padding is no part of the mean. The embeddings start uniform on ±1/dimension, as fastText's do, but for padding and
     token 1, an unknown word, which start at 0, and for words with a vector in ``inputs.vectors``.
@@ -46,37 +46,37 @@ class FastText(nn.Module):
         self.embedding.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        known = (x != self.padding).unsqueeze(-1)
-        total = (self.embedding(x) * known).sum(1)
-        logits: Tensor = self.linear(self.hidden(total / known.sum(1).clamp_min(1)))
+        present = (x != self.padding).unsqueeze(-1)
+        total = (self.embedding(x) * present).sum(1)
+        logits: Tensor = self.linear(self.hidden(total / present.sum(1).clamp_min(1)))
         return logits
 
 
 @network
 def fasttext(inputs: Inputs) -> nn.Module:
-    """fastText with 10 dimensions, as in its paper, or those of the word vectors."""
-    _require_texts(inputs, "fasttext")
+    """Return fastText with 10 dimensions, as in its paper, or those of the word vectors."""
+    _check_texts(inputs, "fasttext")
     return FastText(inputs)
 
 
 @network
 def fasttext100(inputs: Inputs) -> nn.Module:
-    """fastText with 100 dimensions, as its program has by default, or those of the word vectors."""
-    _require_texts(inputs, "fasttext100")
+    """Return fastText with 100 dimensions, the default of its program, or those of the word vectors."""
+    _check_texts(inputs, "fasttext100")
     return FastText(inputs, 100)
 
 
 @network
 def fasttext_frozen(inputs: Inputs) -> nn.Module:
-    """fastText of paper 2: fixed word vectors, a linear layer of 10 units, a linear head (3 k weights)."""
-    _require_texts(inputs, "fasttext_frozen")
+    """Return fastText of paper 2: fixed word vectors, a linear layer of 10 units, a linear head (3 k weights)."""
+    _check_texts(inputs, "fasttext_frozen")
     if not inputs.dimension:
         raise InputError("network 'fasttext_frozen' needs word vectors: name a file of them as 'vectors' of the texts")
     return FastText(inputs, hidden=10, frozen=True)
 
 
 class CharCNN(nn.Module):
-    """The small network of Zhang et al. 2015: six convolutions over one-hot characters, three linear layers.
+    """Character network of Zhang et al. 2015: six convolutions over one-hot characters, three linear layers.
 
     Kernels 7, 7, 3, 3, 3, 3 with 256 features, relu after each, pools of 3 after the first, second and last; dropout
     of 1/2 after the two hidden linear layers. All weights start N(0, 0.05²).
@@ -127,31 +127,41 @@ class CharCNN(nn.Module):
 
 @network
 def charcnn(inputs: Inputs) -> nn.Module:
-    """The small character network with its linear layers of 1,024 units; made for texts of 1,014 characters."""
-    _require_texts(inputs, "charcnn")
+    """Return the character network with linear layers of 1,024 units; made for texts of 1,014 characters."""
+    _check_texts(inputs, "charcnn")
     return CharCNN(inputs)
 
 
 @network
 def charcnn256(inputs: Inputs) -> nn.Module:
-    """The character network of paper 2, with linear layers of 256 units (2 M weights for 300 characters)."""
-    _require_texts(inputs, "charcnn256")
+    """Return the character network of paper 2, with linear layers of 256 units (2 M weights for 300 characters)."""
+    _check_texts(inputs, "charcnn256")
     return CharCNN(inputs, units=256)
 
 
 class SequenceClassifier(nn.Module):
-    """A Hugging Face model for sequence classification as a network from token numbers to logits.
+    """Wrap a Hugging Face model for sequence classification as a network from token numbers to logits.
 
     Args:
         model: is called with ``input_ids`` and ``attention_mask``, and returns an object with ``logits``.
         padding: the token number that the attention mask leaves out; by default that of the model's ``config``, or 0.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from peerbayes.networks import SequenceClassifier
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, input_ids, attention_mask):
+        ...         return SimpleNamespace(logits=(input_ids * attention_mask).sum(1, keepdim=True).float())
+        >>> SequenceClassifier(Model(), padding=9)(torch.tensor([[2, 3, 9, 9]]))
+        tensor([[5.]])
     """
 
     def __init__(self, model: nn.Module, padding: int | None = None) -> None:
         super().__init__()
         self.model = model
-        known = getattr(getattr(model, "config", None), "pad_token_id", None)
-        self.padding: int = padding if padding is not None else known or 0
+        configured = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self.padding: int = padding if padding is not None else configured or 0
 
     def forward(self, x: Tensor) -> Tensor:
         ids = x.long()

@@ -1,4 +1,4 @@
-"""VGG-16 with batch-norm (Simonyan & Zisserman 2015, configuration D) for small images, as paper 2 uses it."""
+"""Define VGG-16 with batch-norm (Simonyan & Zisserman 2015, configuration D) for small images, as in paper 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peerbayes.networks.registry import Inputs, Normalize, network
 
 
 class VGG(nn.Module):
-    """Normalisation, 13 convolutions in five stages that each end with 2×2 max pooling, global averages, a classifier.
+    """VGG-16: normalisation, 13 convolutions in five stages with 2×2 max pooling, global averages, a classifier.
 
     Convolutions have no bias: the batch-norm after each takes it away again.
 
@@ -55,11 +55,11 @@ def _stage(channels_in: int, channels: int, convolutions: int) -> nn.Sequential:
 
 @network
 def vgg16_bn(inputs: Inputs) -> nn.Module:
-    """VGG-16 with batch-norm and two hidden layers of 4096 units with dropout, paper 2's classifier (34 M weights)."""
+    """Return VGG-16 with batch-norm and two hidden layers of 4096 units with dropout, as in paper 2 (34 M weights)."""
     return VGG(inputs, (4096, 4096))
 
 
 @network
 def vgg16_bn_linear(inputs: Inputs) -> nn.Module:
-    """VGG-16 with batch-norm and a linear classifier, without dropout (14.7 M weights)."""
+    """Return VGG-16 with batch-norm and a linear classifier, without dropout (14.7 M weights)."""
     return VGG(inputs)

@@ -1,4 +1,4 @@
-"""Wide ResNets (Zagoruyko & Komodakis 2016) in the pre-activation form of paper 3, without dropout."""
+"""Define wide ResNets (Zagoruyko & Komodakis 2016) in the pre-activation form of paper 3, without dropout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from peerbayes.networks.registry import Inputs, Normalize, network
 
 
 class PreActivationBlock(nn.Module):
-    """bn-relu-conv-bn-relu-conv, plus the block's raw input, by a 1×1 convolution where size or width change."""
+    """Pre-activation block: bn-relu-conv-bn-relu-conv, plus the block's raw input.
+
+    Where size or width change, the input passes a 1×1 convolution.
+
+    Args:
+        channels_in: channels of the input.
+        channels: channels of both convolutions.
+        stride: of the first convolution.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -29,7 +37,7 @@ class PreActivationBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Normalisation, a 3×3 stem, three stages, batch-norm and relu, global average pooling, a linear head.
+    """Wide ResNet: normalisation, a 3×3 stem, three stages, batch-norm and relu, global average pooling, a linear head.
 
     Args:
         inputs: classes, shape and channel statistics of the data.
@@ -63,17 +71,17 @@ def _stage(channels_in: int, channels: int, blocks: int, stride: int) -> nn.Sequ
 
 @network
 def wrn28x1(inputs: Inputs) -> nn.Module:
-    """WRN-28-1 (0.37 M weights)."""
+    """Return WRN-28-1 (0.37 M weights)."""
     return WideResNet(inputs, 28, 1)
 
 
 @network
 def wrn28x4(inputs: Inputs) -> nn.Module:
-    """WRN-28-4 (5.9 M weights)."""
+    """Return WRN-28-4 (5.9 M weights)."""
     return WideResNet(inputs, 28, 4)
 
 
 @network
 def wrn28x10(inputs: Inputs) -> nn.Module:
-    """WRN-28-10 (36.5 M weights)."""
+    """Return WRN-28-10 (36.5 M weights)."""
     return WideResNet(inputs, 28, 10)

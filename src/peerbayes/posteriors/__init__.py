@@ -1,4 +1,4 @@
-"""Posteriors: what is known about a network's weights."""
+"""Posteriors: distributions over a network's weights."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ __all__ = [
     "conv_and_linear",
 ]
 
-# What was here once, and is in rooms of its own.
+# Names that moved to other rooms.
 _elsewhere, _ = lazy(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Layers that multiply what comes in and what goes out by factors, a pair for each member: s ⊙ (W ∗ (r ⊙ x)) + b."""
+"""Multiply the inputs and outputs of layers by factors, a pair for each member: s ⊙ (W ∗ (r ⊙ x)) + b."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ from peerbayes.networks.features import capture
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.network_state import evaluating, kept_buffers
 
-TRIED = 4  # rows a member of a trial
-NUMBERS = 1000  # of a row that are compared
+TRIED = 4  # rows of each member in a trial
+NUMBERS = 1000  # compared numbers of a row
 NEAR = 0.05  # of rows' spread; rows in another order are off by about the whole of it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight with factors r and s: the modules that use it, its channels in and out, and how they lie in it."""
+    """A weight with factors r and s.
+
+    Attributes:
+        weight: its name.
+        modules: names of the modules that use it.
+        into: channels in.
+        out: channels out.
+        groups: groups of a convolution.
+        transposed: whether its first axis are the channels in.
+    """
 
     weight: str
     modules: tuple[str, ...]
@@ -43,19 +52,29 @@ class Layer:
         return f"{prefix}r", f"{prefix}s"
 
     def products(self, r: Tensor, s: Tensor) -> Tensor:
-        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis), for r (K, into) and s (K, out)."""
+        """Return s_k r_kᵀ as it lies in the weight, (K, first axis, second axis).
+
+        Args:
+            r: (K, into).
+            s: (K, out).
+        """
         r, s = r.unflatten(1, (self.groups, -1)), s.unflatten(1, (self.groups, -1))
         rows, columns = (r, s) if self.transposed else (s, r)
         return (rows[:, :, :, None] * columns[:, :, None, :]).flatten(1, 2)
 
     def tensors(self, r: Tensor, s: Tensor) -> dict[str, Tensor]:
-        """Return what a call of the network takes for r (M, B, into) and s (M, B, out), by name."""
+        """Return the factors by the names that a call of the network takes them under.
+
+        Args:
+            r: (M, B, into).
+            s: (M, B, out).
+        """
         dots = [f"{prefix}." if prefix else "" for prefix in self.modules]
         return {f"{dot}factor_{letter}": factor for dot in dots for letter, factor in (("r", r), ("s", s))}
 
 
 def layers_of(posterior: Posterior) -> list[Layer]:
-    """Return the weights that get factors: chosen, and used by convolutions and linear layers alone."""
+    """Return the weights that get factors: those chosen, and used by convolutions and linear layers only."""
     users: dict[str, list[tuple[str, nn.Module, str]]] = {}
     inside = {id(m.out_proj) for m in posterior.network.modules() if isinstance(m, nn.MultiheadAttention)}
     for prefix, module in posterior.network.named_modules():
@@ -64,20 +83,20 @@ def layers_of(posterior: Posterior) -> list[Layer]:
             home = posterior.aliases.get(name, name)
             if home in posterior.layout.shapes:
                 users.setdefault(home, []).append((prefix, module, leaf))
-    found = []
+    layers = []
     for home, uses in users.items():
         shapes = {_channels(m) if leaf == "weight" and id(m) not in inside else None for _, m, leaf in uses}
         if shapes == {None}:
             continue
         (shape, *others) = shapes
         if shape is None or others:
-            layers = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
+            kinds = ", ".join(f"{type(m).__name__} '{prefix}'" for prefix, m, _ in uses)
             raise InputError(
-                f"parameter '{home}' is shared by layers of different kinds ({layers}), which no pair of factors "
+                f"parameter '{home}' is shared by layers of different kinds ({kinds}), which no pair of factors "
                 "serves; leave it out with bayesian=..."
             )
-        found.append(Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
-    return found
+        layers.append(Layer(home, tuple(prefix for prefix, _, _ in uses), *shape))
+    return layers
 
 
 def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
@@ -87,7 +106,12 @@ def _channels(module: nn.Module) -> tuple[int, int, int, bool] | None:
 
 
 def attach(network: nn.Module, layers: Sequence[Layer]) -> None:
-    """Let modules multiply by factors that come by functional_call, like the weights; where none come, they do not."""
+    """Let modules multiply by factors that functional_call hands them; without any they compute as before.
+
+    Args:
+        network: whose modules they are.
+        layers: the weights with factors.
+    """
     for prefix in (prefix for layer in layers for prefix in layer.modules):
         module = network.get_submodule(prefix)
         module.register_parameter("factor_r", None)
@@ -97,7 +121,12 @@ def attach(network: nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def detach(network: nn.Module, layers: Sequence[Layer]) -> None:
-    """Undo `attach`."""
+    """Undo `attach`.
+
+    Args:
+        network: whose modules they are.
+        layers: the weights with factors.
+    """
     for module in (network.get_submodule(prefix) for layer in layers for prefix in layer.modules):
         del module.factor_r, module.factor_s
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -111,7 +140,7 @@ def _scale_input(name: str, module: Any, given: tuple[Any, ...], named: dict[str
     r = module.factor_r
     if r is None:
         return None
-    x, *others = given or (named["input"],)  # as all of these layers call it
+    x, *others = given or (named["input"],)  # the name that all these layers use
     scaled = (_by_member(name, x, r) * _broadcast(module, r, x)).to(x.dtype).flatten(0, 2)
     return ((scaled, *others), named) if given else ((), {**named, "input": scaled})
 
@@ -156,7 +185,7 @@ def check_rows(
     inputs: Tensor,
     run: Callable[[Tensor], Tensor],
 ) -> None:
-    """Refuse layers, features and logits whose rows do not come member by member when members share a batch.
+    """Check that rows of layers, features and logits come member by member when members share a batch.
 
     The network is run without factors, on a few rows of each member alone and on those of all members together. What a
     layer sees of them together must be what it sees of each alone, one after another. A network that draws random
@@ -181,17 +210,17 @@ def check_rows(
         stack.enter_context(kept_buffers(network))
         stack.enter_context(torch.autocast(inputs.device.type, enabled=False))
         stack.enter_context(_WithoutDropout())
-        for module in network.modules():  # those that have others in them may call others of them in training
+        for module in network.modules():  # containers may choose their children by their mode
             if not any(module.children()):
                 stack.enter_context(evaluating(module))
-        _seen(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time
-        alone = [_seen(network, layers, captured, part, run) for part in parts]
-        whole = _seen(network, layers, captured, torch.cat(parts), run)
-        other = _seen(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
-    for name, found in whole.items():
-        calls = [found, other.get(name, []), *(each.get(name, []) for each in alone)]
-        if any(len(call) != len(found) for call in calls) or not all(map(_in_order, *calls)):
-            raise _out_of_order(name, found[0].shape, members)
+        _record_rows(network, layers, captured, parts[0], run)  # a network that calls view runs twice the first time
+        alone = [_record_rows(network, layers, captured, part, run) for part in parts]
+        whole = _record_rows(network, layers, captured, torch.cat(parts), run)
+        other = _record_rows(network, layers, captured, torch.cat([*parts[:-1], rows[:1].expand_as(rows)]), run)
+    for name, calls_together in whole.items():
+        calls = [calls_together, other.get(name, []), *(each.get(name, []) for each in alone)]
+        if any(len(call) != len(calls_together) for call in calls) or not all(map(_in_order, *calls)):
+            raise _out_of_order(name, calls_together[0].shape, members)
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -216,14 +245,14 @@ class _Rows(NamedTuple):
         return cls(tensor.shape, rows[:, :: rows.shape[1] // NUMBERS + 1].nan_to_num().double())
 
 
-def _seen(
+def _record_rows(
     network: nn.Module, layers: Sequence[Layer], captured: Sequence[str], rows: Tensor, run: Callable[[Tensor], Tensor]
 ) -> dict[str, list[_Rows]]:
     """Return what comes into the layers, call by call, and what captured ones and the network return."""
-    found: dict[str, list[_Rows]] = {}
+    seen: dict[str, list[_Rows]] = {}
 
     def keep(name: str, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.setdefault(f"layer '{name}' works on", []).append(_Rows.of(given[0] if given else named["input"]))
+        seen.setdefault(f"layer '{name}' works on", []).append(_Rows.of(given[0] if given else named["input"]))
 
     hooks = [
         network.get_submodule(name).register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
@@ -238,11 +267,11 @@ def _seen(
             hook.remove()
     outputs = {f"layer '{name}' returns": feature for name, feature in features.items()}
     outputs["the network returns"] = logits
-    return found | {what: [_Rows.of(output)] for what, output in outputs.items() if isinstance(output, Tensor)}
+    return seen | {what: [_Rows.of(output)] for what, output in outputs.items() if isinstance(output, Tensor)}
 
 
 def _in_order(whole: _Rows, other: _Rows, *alone: _Rows) -> bool:
-    """Whether rows of all members are those of each, one after another; see `check_rows`."""
+    """Return whether rows of all members are those of each, one after another; see `check_rows`."""
     first = alone[0].shape
     if not first or any(rows.shape != first for rows in alone):
         return False

@@ -1,4 +1,4 @@
-"""Named tensors laid end to end in one flat tensor."""
+"""Lay named tensors end to end in one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Layout:
-    """Where each named tensor lies in a flat tensor.
+    """Positions of named tensors in a flat tensor.
 
     Convolution weights (four axes) lie in channels-last order, so that their views have the memory format which
     the convolution kernels of CPUs and GPUs like best, at no cost. Names and shapes are those of the network.
@@ -34,8 +34,8 @@ class Layout:
 
     def inverse_sizes(self) -> Tensor:
         """Return (size,) with 1/n_l at every element of tensor l: a dot with it is Σ_l mean over l."""
-        found = [torch.full((size,), 1 / size, dtype=torch.float32) for size in self.sizes]
-        return torch.cat([torch.empty(0, dtype=torch.float32), *found])
+        pieces = [torch.full((size,), 1 / size, dtype=torch.float32) for size in self.sizes]
+        return torch.cat([torch.empty(0, dtype=torch.float32), *pieces])
 
 
 def _shaped(piece: Tensor, shape: torch.Size) -> Tensor:

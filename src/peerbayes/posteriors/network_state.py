@@ -1,4 +1,4 @@
-"""A network used for a while, and left as it was."""
+"""Define context managers that restore a network's train and eval modes and its buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Have a network in evaluation mode within the block; after it each module is in the mode it was in."""
+    """Put a network into evaluation mode inside the block, and each module back into its own mode after it."""
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:
@@ -22,7 +22,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_buffers(network: nn.Module) -> Iterator[None]:
-    """Put the network's buffers (batch-norm statistics) back after the block."""
+    """Restore the network's buffers (batch-norm statistics) after the block."""
     kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""A point: one set of weights, no uncertainty. A deterministic network is a cohort of one of these."""
+"""Point posterior: one set of weights, no uncertainty. A deterministic network is a cohort of one of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,24 @@ from peerbayes.posteriors.base import Posterior, Weights
 
 
 class Point(Posterior):
-    """A point posterior: every draw is the same network, and the KL is 0 by convention."""
+    """Point posterior: every draw is the same network, and the KL is 0 by convention.
+
+    Args:
+        network: any module from inputs to logits; it is not changed.
+        bayesian: chooses parameters by (parameter name, module that owns it).
+        start_from: a trained network to take all tensors from.
+        seed: not used; posteriors have it in common.
+        name: a name of its own tells peers apart.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, Point
+        >>> point = Point(torch.nn.Linear(4, 3))
+        >>> torch.equal(point.draw(Address(0))["weight"], point.draw(Address(1))["weight"])
+        True
+        >>> point.kl().item()
+        0.0
+    """
 
     kind: ClassVar[str] = "point"
     stochastic: ClassVar[bool] = False
@@ -24,7 +41,7 @@ class Point(Posterior):
 
     @property
     def noise_size(self) -> int:
-        """None at all."""
+        """Numbers of noise in a draw: 0."""
         return 0
 
     def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002

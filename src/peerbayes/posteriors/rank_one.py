@@ -1,4 +1,4 @@
-"""Members that share their weights and differ by two factors a layer: BatchEnsemble, or a rank-1 Bayesian network."""
+"""Posterior of members that share weights and differ by two factors a layer: BatchEnsemble, or a rank-1 BNN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Merge = Literal["exact", "factor_mean"]
 
 
 class RankOne(Posterior):
-    """Members m = 1..M with weights W ∘ s_m r_mᵀ in every convolution and linear layer; all else is shared.
+    """Posterior of members m = 1..M with weights W ∘ s_m r_mᵀ in convolutions and linear layers; the rest is shared.
 
     A layer computes y = s_m ⊙ (W ∗ (r_m ⊙ x)) + b. ``mean`` holds W and b; ``deviations`` (M, total) holds r − 1 and
     s − 1 of all layers, so that weight decay pulls the factors to one; ``factor_layout`` says where (``conv.r``,
@@ -38,9 +38,9 @@ class RankOne(Posterior):
     mean (`centre`).
 
     The network has to call these layers (not take their weights), and they have to be linear in their weights, with
-    the batch on the first axis; ``bayesian`` leaves out those that are not so. Where the batch is, is tried on a few
-    rows before the first pass over inputs of a shape. `nn.MultiheadAttention`, which takes its weights itself, has no
-    factors. Modules that share a weight share its factors.
+    the batch on the first axis; leave out others with ``bayesian``. The position of the batch is checked on a few
+    rows before the first pass over inputs of a new shape. `nn.MultiheadAttention`, which takes its weights itself, has
+    no factors. Modules that share a weight share its factors.
 
     Args:
         network: any module; its current weights become W.
@@ -57,8 +57,17 @@ class RankOne(Posterior):
             those of the one network of the mean weights (`centre`), one pass.
         bayesian: chooses parameters by (name, owning module); layers whose weight is chosen get factors.
         start_from: a trained network to take W, biases, batch-norm parameters and statistics from.
-        seed: with ``name``, where its noise lives: the initial factors, and its draws in predictions.
+        seed: with ``name``, the address of its noise: the initial factors, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import RankOne
+        >>> student = RankOne(torch.nn.Linear(4, 3), members=5, factors="random").eval()
+        >>> student.forward_members(torch.zeros(2, 4))[0].shape
+        torch.Size([5, 2, 3])
+        >>> student.average()(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
     """
 
     kind: ClassVar[str] = "rank_one"
@@ -91,7 +100,7 @@ class RankOne(Posterior):
         if predicts not in ("average", "members"):
             raise InputError(f"predicts is {predicts!r}, expected 'average' or 'members'")
         if not spread >= 0:
-            raise InputError(f"spread is {spread}, expected a number that is not negative")
+            raise InputError(f"spread is {spread}, expected 0 or more")
         if not prior_std > 0:
             raise InputError(f"prior_std is {prior_std}, expected a positive number")
         self.seed, self.name = seed, name
@@ -101,7 +110,7 @@ class RankOne(Posterior):
         self.scale_gradients = scale_gradients
         self.layers = layers_of(self)
         if not self.layers:
-            raise InputError(f"no convolution or linear layer of {type(network).__name__} was chosen to get factors")
+            raise InputError(f"no convolution or linear layer of {type(network).__name__} is chosen to have factors")
         sizes = ((n, c) for layer in self.layers for n, c in zip(layer.names, (layer.into, layer.out), strict=True))
         self.factor_layout = Layout({n: torch.Size([c]) for n, c in sizes})
         self.deviations = nn.Parameter(self._initial(factors, spread))
@@ -109,7 +118,7 @@ class RankOne(Posterior):
         inverse = self.factor_layout.inverse_sizes().to(self.mean.device)
         self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
         attach(self.network, self.layers)
-        self._tried: set[Hashable] = set()  # what `_check_rows` has found to be right
+        self._tried: set[Hashable] = set()  # what `_check_rows` has accepted
 
     def _initial(self, factors: str, spread: float) -> Tensor:
         total, device = self.members * self.factor_layout.size, self.mean.device
@@ -134,25 +143,31 @@ class RankOne(Posterior):
         """Return logits (M·B, C) and features (M·B, ...) of the named layers.
 
         Rows 0 to B − 1 are member 0's, and so on; a mean over the rows is (1/M) Σ_m ℓ_m.
+
+        Args:
+            inputs: (B, ...).
+            flat: the shared weights (size,).
+            extra: all factors (M, total), from `training_weights`.
+            layers: whose outputs are wanted.
         """
         assert extra is not None
-        if self.members > 1 and not torch.compiler.is_compiling():  # before it compiles, a network has been tried
+        if self.members > 1 and not torch.compiler.is_compiling():  # a network is checked before it is compiled
             self._check_rows(inputs, layers)
         rows = torch.cat([prepared(inputs)] * self.members)
         pieces, tensors = self._pieces(extra), self.named(flat)
         for layer in self.layers:
             r, s = (pieces[name][:, None].expand(-1, len(inputs), -1) for name in layer.names)
             tensors |= layer.tensors(r, s)
-        with capture(self.network, layers) as found:
+        with capture(self.network, layers) as features:
             logits = self.run_network(rows, tensors)
-        return logits, [found[layer] for layer in layers]
+        return logits, [features[layer] for layer in layers]
 
     def _check_rows(self, inputs: Tensor, captured: Sequence[str]) -> None:
         """Refuse a network that moves the rows of members, once for a shape of inputs; see `check_rows`."""
         what = (self.network.training, inputs.shape[1:], *captured)
         if what in self._tried or (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        # Not its own weights: of those that begin at 0, or alike, one could not tell what becomes of their rows.
+        # Perturbed weights: weights that are 0, or equal, would hide where rows go.
         tensors = {
             name: (tensor + 0.01 * normal(Address(0, name, "trial"), tensor.numel(), tensor.device).view(tensor.shape))
             for name, tensor in self.named(self.mean.detach()).items()
@@ -193,19 +208,19 @@ class RankOne(Posterior):
     def member(self, number: int | Tensor) -> Weights:
         """Return the weights of one member, W ∘ s_m r_mᵀ, with Gaussian factors at their means."""
         if not isinstance(number, Tensor) and not 0 <= number < self.members:
-            raise InputError(f"there is no member {number}: they are 0 to {self.members - 1}")
+            raise InputError(f"there is no member {number}: expected 0 to {self.members - 1}")
         return self._pick(self.deviations, number)
 
     def _pick(self, deviations: Tensor, number: int | Tensor) -> Weights:
-        if isinstance(number, Tensor):  # not an index, for which the host would wait
-            own = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
+        if isinstance(number, Tensor):  # indexing by a tensor would make the host wait
+            chosen = deviations.index_select(0, (number.to(deviations.device) % self.members).reshape(1))
         else:
-            own = deviations[number % self.members].unsqueeze(0)
-        return self.weights(self._averaged(own))
+            chosen = deviations[number % self.members].unsqueeze(0)
+        return self.weights(self._averaged(chosen))
 
     @property
     def members(self) -> int:
-        """M."""
+        """Number of members M."""
         return self._members
 
     @property
@@ -220,7 +235,7 @@ class RankOne(Posterior):
 
     @property
     def noise_size(self) -> int:
-        """One number a Gaussian factor, for all members at once."""
+        """Numbers of noise in a draw: one a Gaussian factor, for all members at once."""
         return self.deviations.numel() if self.gaussian else 0
 
     def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -242,7 +257,7 @@ class RankOne(Posterior):
         return self.materialise(self.weights(self._averaged(deviations)))
 
     def materialise(self, weights: Weights | int | None = None) -> nn.Module:
-        """Return a plain copy of the network that holds one member, by number, or one draw; the mean by default."""
+        """Return a plain copy of the network with one member (by number) or one draw; the mean weights by default."""
         plain = super().materialise(self.member(weights) if isinstance(weights, int) else weights)
         detach(plain, self.layers)
         return plain
@@ -251,6 +266,11 @@ class RankOne(Posterior):
         """Average the probabilities of ``draws`` networks, by default of every member once.
 
         More draws than members say nothing new where the factors are points, and are not made; the average is one.
+
+        Args:
+            images: inputs, (N, ...).
+            draws: networks; by default one a member.
+            options: see `Posterior.predict`.
         """
         if draws is None or (draws > self.members and not self.gaussian):
             draws = self.members
@@ -265,19 +285,23 @@ class RankOne(Posterior):
 
     def _mean_products(self, factors: Tensor) -> dict[str, Tensor]:
         """Return (1/K) Σ_k s_k r_kᵀ by weight, to be broadcast with it, for factors (K, total)."""
-        pieces, found = self._pieces(factors), {}
+        pieces, products = self._pieces(factors), {}
         for layer in self.layers:
             r, s = (pieces[name] for name in layer.names)
             product = layer.products(r, s).mean(0)
-            found[layer.weight] = product.view(*product.shape, *[1] * (len(self.layout.shapes[layer.weight]) - 2))
-        return found
+            products[layer.weight] = product.view(*product.shape, *[1] * (len(self.layout.shapes[layer.weight]) - 2))
+        return products
 
     # ---- what is known --------------------------------------------------------------------------------------------
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return (1/M) Σ_m KL(q_m ‖ prior) over the factors, which is no less than the KL of the members' mixture.
+        """Return (1/M) Σ_m KL(q_m ‖ prior) over the factors, no less than the KL of the members' mixture, in nats.
 
-        ``layer_mean`` is Σ_l mean_{i∈l} over the vectors r and s of all layers. 0 for points. A scalar, in nats.
+        ``layer_mean`` is Σ_l mean_{i∈l} over the vectors r and s of all layers. 0 for points. A scalar.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: not used.
         """
         per_factor = self.kl_per_weight(weights)
         return per_factor.sum() if reduction == "sum" else torch.dot(per_factor, self._inverse_factor_sizes)
@@ -301,13 +325,13 @@ class RankOne(Posterior):
         if self.rho is not None:
             squares = squares + F.softplus(self.rho.double()).square()
         first, second = self._mean_products(factors), self._mean_products(squares)
-        own, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
+        means, zeros = self.layout.views(self.mean), self.layout.views(torch.zeros_like(self.mean))
         spread = {name: (second[name] - first[name].square()).clamp_min(0).sqrt().float() for name in first}
-        return self.layout.flatten(zeros | {name: own[name].abs() * spread[name] for name in spread})
+        return self.layout.flatten(zeros | {name: means[name].abs() * spread[name] for name in spread})
 
     @classmethod
     def varies(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether its members predict, and not their average."""
+        """Return whether its members predict, rather than their average."""
         return bool(options.get("predicts") != "average")
 
     def options(self) -> dict[str, Any]:
@@ -331,6 +355,6 @@ class RankOne(Posterior):
 
 
 def _with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
-    # The same values, exactly; tensor operations, which compilers and captures take as they are.
+    # Exactly the same values, by tensor operations that can be compiled and captured.
     fixed = tensor.detach()
     return fixed + factor * (tensor - fixed)

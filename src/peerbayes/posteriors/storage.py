@@ -1,4 +1,4 @@
-"""Files that are whole or absent: safetensors with a digest, written atomically. Nothing is ever unpickled."""
+"""Write and read files that are whole or absent: safetensors with a digest, written atomically, never pickled."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}  # of files in order
+# Of files whose tensors have a given order.
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int16: "I16", torch.uint8: "U8"}
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` so that a reader sees the old file or the new one, also after a power cut."""
+    """Replace a file so that a reader sees the old one or the new one, also after a power cut.
+
+    Args:
+        path: the file; its folder is made.
+        data: the new content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,7 +39,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # of the file that was asked for
+        raise OSError(error.errno, error.strerror, str(path)) from None  # name the file that was asked for
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -62,8 +68,14 @@ def _digest(tensors: Mapping[str, Tensor], about: str) -> str:
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], first: int | None = None) -> None:
     """Write tensors and a JSON description to one safetensors file, atomically, with a digest of both.
 
-    With ``first`` they lie in the file in the order given, which must keep each at a multiple of its item size, and so
-    many of them have a digest of their own: `read_first` reads them before the others have arrived.
+    With ``first`` the tensors lie in the file in the order given, which must keep each at a multiple of its item size,
+    and the first ones have a digest of their own: `read_first` reads them before the others have arrived.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        about: the description, JSON-ready.
+        first: number of tensors that come first.
     """
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -85,14 +97,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], f
 
 def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
-    parts, place = [], 0
+    parts, offset = [], 0
     for name, tensor in tensors.items():
-        assert place % tensor.element_size() == 0, name
+        assert offset % tensor.element_size() == 0, name
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        shape, ends = list(tensor.shape), [place, place + len(data)]
+        shape, ends = list(tensor.shape), [offset, offset + len(data)]
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": ends}
         parts.append(data)
-        place = ends[1]
+        offset = ends[1]
     return b"".join([_head(header), *parts])
 
 
@@ -103,7 +115,7 @@ def _head(header: Mapping[str, Any]) -> bytes:
 
 
 def _ordered(data: bytes) -> bytes:
-    # safetensors writes its metadata in random order; equal contents shall be equal bytes.
+    # safetensors writes metadata in random order; equal contents must be equal bytes.
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -117,11 +129,11 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         InputError: the file is missing, truncated, changed, or not one of ours.
     """
     tensors, metadata = _read_any(path)
-    return tensors, _checked(path, tensors, metadata, metadata.get("digest"))
+    return tensors, _check_about(path, tensors, metadata, metadata.get("digest"))
 
 
 def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors that `write` was told to put ``first``, of a file that may have arrived no further than these.
+    """Read the tensors that `write` put ``first``, of a file that may not have arrived any further.
 
     Raises:
         InputError: it has not arrived so far, is changed, or has no such tensors.
@@ -131,35 +143,36 @@ def read_first(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 + length:
-        raise InputError(f"{path}: its header has not arrived yet, or it is not a safetensors file")
+        raise InputError(f"{path}: the header is incomplete, or this is not a safetensors file")
     try:
         header = json.loads(data[8 : 8 + length])
         metadata = {key: str(value) for key, value in header.pop("__metadata__").items()}
         count, digest = metadata["first"].split(" ")
         tensors = _early(data[8 + length :], dict(itertools.islice(header.items(), int(count))))
     except EOFError:
-        raise InputError(f"{path}: has not arrived as far as the tensors that come first") from None
+        raise InputError(f"{path}: incomplete: it ends before the tensors that come first do") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError):
-        raise InputError(f"{path}: no tensors come first in it that could be read by themselves") from None
-    return tensors, _checked(path, tensors, metadata, digest)
+        raise InputError(f"{path}: has no first tensors that can be read by themselves") from None
+    return tensors, _check_about(path, tensors, metadata, digest)
 
 
 def _early(data: bytes, header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that a header says come first, one after the other."""
-    found, place, dtypes = {}, 0, {name: dtype for dtype, name in DTYPES.items()}
+    tensors, offset, dtypes = {}, 0, {name: dtype for dtype, name in DTYPES.items()}
     for name, about in header.items():
         (begin, end), dtype = about["data_offsets"], dtypes[about["dtype"]]
-        if begin != place or end < begin:
+        if begin != offset or end < begin:
             raise ValueError(name)
         if end > len(data):
             raise EOFError
         part = bytearray(data[begin:end])
-        plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)  # it takes no empty one
-        found[name], place = plain.view(about["shape"]), end
-    return found
+        # frombuffer refuses empty buffers.
+        plain = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        tensors[name], offset = plain.view(about["shape"]), end
+    return tensors
 
 
-def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:
+def _check_about(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digest: str | None) -> Any:
     """Return the description of tensors that are what a digest says."""
     if "peerbayes" not in metadata:
         raise InputError(f"{path}: not written by peerbayes (its header has no 'peerbayes' entry)")
@@ -175,7 +188,7 @@ def _checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
-    """Return how many bytes of a file that `read` can read are its header, and how many each tensor has, in order."""
+    """Return the bytes of a file's header, and of each tensor in order, for a file that `read` can read."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -185,12 +198,12 @@ def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
 
 
 def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Read a network's tensors by name: a plain safetensors state dict (None), or the means of a posterior (its kind).
+    """Read a network's tensors by name, from a plain state dict (kind None) or a posterior's means (its kind).
 
     Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
     """
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
-        raise InputError(f"{path}: pickled weights are not read; save them with safetensors.torch.save_file first")
+        raise InputError(f"{path}: pickled weights are not supported; save them with safetensors.torch.save_file")
     tensors, metadata = _read_any(path)
     if "peerbayes" not in metadata:
         return None, tensors

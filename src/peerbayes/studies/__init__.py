@@ -1,1 +1,1 @@
-"""Sweeps over settings of a recipe."""
+"""Sweeps over the settings of a recipe."""

@@ -1,4 +1,4 @@
-"""What a sweep varies: recipe keys, with lists of values or ranges."""
+"""Define what a sweep varies: recipe keys, with lists of values or ranges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME_LENGTH = 120  # of a run folder, below the 255 bytes of file systems
 
 @dataclass(frozen=True)
 class Axis:
-    """One key that a sweep varies.
+    """A key that a sweep varies.
 
     Args:
         key: as it was given: a recipe's key or TERM.OPTION.
@@ -52,7 +52,12 @@ class Axis:
 
 
 def parse_axes(given: Sequence[str], recipe: Recipe) -> list[Axis]:
-    """Read ``KEY=VALUES`` items: ``mutual.alpha=0.5,1,2``, ``stages.*.optimizer.lr=1e-4:1e-1:log``."""
+    """Read ``KEY=VALUES`` items: ``mutual.alpha=0.5,1,2``, ``stages.*.optimizer.lr=1e-4:1e-1:log``.
+
+    Args:
+        given: the items.
+        recipe: whose keys they are.
+    """
     if not given:
         raise InputError("a sweep needs at least one key: --over KEY=VALUES, such as mutual.alpha=0.5,1,2")
     axes = [_axis(item, recipe) for item in given]
@@ -79,7 +84,7 @@ def _axis(item: str, recipe: Recipe) -> Axis:
         values = [float(value) for value in values]
     for value in values:
         if values.count(value) > 1:
-            raise InputError(f"--over {item}: a value stands there twice")
+            raise InputError(f"--over {item}: a value is given twice")
     return Axis(key, paths, tuple(values))
 
 
@@ -91,8 +96,8 @@ def _paths(key: str, recipe: Recipe) -> tuple[str, ...]:
     present = {name for stage in recipe.stages for name in stage.terms}
     if not option:
         options = (f"{name}.{field}" for name in present for field in find_term(name).schema.model_fields)
-        known = [*Recipe.model_fields, *options]
-        raise InputError(f"--over {key}: expected a key of the recipe or TERM.OPTION{nearest(key, known)}")
+        candidates = [*Recipe.model_fields, *options]
+        raise InputError(f"--over {key}: expected a key of the recipe or TERM.OPTION{nearest(key, candidates)}")
     if head not in present:
         raise InputError(f"--over {key}: the recipe has no term '{head}'{nearest(head, present)}")
     fields = find_term(head).schema.model_fields
@@ -116,10 +121,10 @@ def _range(item: str, parts: list[str]) -> tuple[int | float, int | float, bool]
 
 def _value(text: str) -> Any:
     try:
-        found = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()  # a bare word is a string
-    return found if isinstance(found, bool | int | float | str) else text.strip()
+    return value if isinstance(value, bool | int | float | str) else text.strip()
 
 
 def _is_number(value: Any) -> bool:
@@ -132,12 +137,22 @@ def corners(axes: Sequence[Axis]) -> list[Setting]:
 
 
 def overrides(axes: Iterable[Axis], setting: Mapping[str, Value]) -> list[str]:
-    """Return the changes of the recipe that a setting makes."""
+    """Return the changes of the recipe that make a setting.
+
+    Args:
+        axes: the keys that are varied.
+        setting: a value by key.
+    """
     return [change for axis in axes for change in axis.overrides(setting[axis.key])]
 
 
 def shown(value: Value, digits: int | None = None) -> str:
-    """Return a value as a person would write it, ``0.5``, ``1``, ``1e-05``, ``true``; exactly, or to so many digits."""
+    """Return a value as a person would write it: ``0.5``, ``1``, ``1e-05``, ``true``.
+
+    Args:
+        value: the value.
+        digits: significant digits; by default the text is exact.
+    """
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -146,12 +161,17 @@ def shown(value: Value, digits: int | None = None) -> str:
 
 
 def setting_title(setting: Mapping[str, Value], digits: int | None = None) -> str:
-    """Return a setting in words: ``mutual.alpha=0.5, kl.weight=1``."""
+    """Return a setting in words: ``mutual.alpha=0.5, kl.weight=1``.
+
+    Args:
+        setting: a value by key.
+        digits: significant digits; by default the text is exact.
+    """
     return ", ".join(f"{key}={shown(value, digits)}" for key, value in setting.items())
 
 
 def folder_name(setting: Mapping[str, Value]) -> str:
-    """Return a name for a setting's run folders; a digest tells apart what can't be written out."""
+    """Return a name for a setting's run folders; a digest tells apart what cannot be written out."""
     text = setting_title(setting).replace(", ", ",")
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", text)
     if plain == text and len(text) <= _NAME_LENGTH:

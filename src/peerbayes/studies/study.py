@@ -1,9 +1,9 @@
-"""A sweep's book-keeping: an Optuna study that many processes and machines may share.
+"""Keep a sweep's books: an Optuna study that many processes and machines may share.
 
-A setting is a trial. Settings of a grid are put into the study's queue, and taking one out is atomic, so no two
-processes train the same one; Optuna's own grid sampler may hand a setting out twice. What a process has taken is its
-own while it lives: it holds a lock in the sweep's folder, which the system drops when it dies, and beats in the
-database for those who cannot see that folder. What the dead leave behind goes back into the queue.
+Each setting is a trial. The settings of a grid go into the study's queue; taking one out is atomic, so no two
+processes train the same one (Optuna's own grid sampler may hand a setting out twice). A process keeps what it has taken
+while it lives: it holds a lock in the sweep's folder, which the system releases when it dies, and sends heartbeats to
+the database for processes that cannot see that folder. Settings of dead processes go back into the queue.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 Sampler = Literal["grid", "tpe"]
 
-_MISSES = 10  # proposals in vain
-_ABOUT = "peerbayes"  # the study's attribute that says what it is for
+_MISSES = 10  # proposals that were taken already, before giving up
+_ABOUT = "peerbayes"  # the study's attribute that describes the sweep
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting that this process has taken."""
+    """A setting taken by this process."""
 
     number: int
     setting: Setting
@@ -51,14 +51,14 @@ class Claim:
 
 
 class Study:
-    """A study, opened by one process.
+    """A study as one process sees it.
 
     Args:
         url: an Optuna storage: any database that SQLAlchemy reaches.
         name: the study's name.
-        about: what the sweep is for; a study of that name for anything else is refused.
+        about: description of the sweep; a study of that name with another description is refused.
         axes: the keys and values.
-        sampler: ``grid`` takes every setting once, ``tpe`` proposes settings by what it has seen.
+        sampler: ``grid`` takes every setting once, ``tpe`` proposes settings from earlier results.
         limit: settings that ``tpe`` tries, over all processes together.
         maximise: whether a larger value is better.
         folder: the sweep's folder, for this process's lock.
@@ -97,29 +97,29 @@ class Study:
 
     def _check(self, about: Mapping[str, Any], url: str) -> None:
         wanted = json.loads(json.dumps(about))
-        # Looked at in this order: a process that began a moment before writes what it is about, and then takes a trial.
+        # In this order: another process writes the description before it takes a trial.
         begun = bool(self._study.get_trials(deepcopy=False))
-        known = self._study.user_attrs.get(_ABOUT)
-        if known is None and not begun:
+        recorded = self._study.user_attrs.get(_ABOUT)
+        if recorded is None and not begun:
             self._study.set_user_attr(_ABOUT, wanted)
             return
         where = f"study '{self.name}' in {hide_password(url)}"
-        if known is None:
+        if recorded is None:
             raise InputError(f"{where} was not made by a sweep of peerbayes; choose another --study")
         for key, value in wanted.items():
-            if known.get(key) != value:
+            if recorded.get(key) != value:
                 raise InputError(
-                    f"{where} is of another sweep: its {key} is {_short(known.get(key))}, not {_short(value)}; "
+                    f"{where} belongs to another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
                     "choose another --study, or another --out"
                 )
 
     def claim(self, count: int) -> list[Claim]:
-        """Take up to ``count`` settings that nobody has taken; none when all that is left is done or in other hands."""
+        """Take up to ``count`` settings that nobody has taken; none if all that is left is finished or taken."""
         self._recover()
-        found: list[Claim] = []
+        claims: list[Claim] = []
         misses = 0
-        # A small space may hold nothing but what is running already: a sampler is not asked for ever.
-        while len(found) < count and misses < _MISSES and self._work_is_left():
+        # All settings of a small space may be running: do not ask the sampler forever.
+        while len(claims) < count and misses < _MISSES and self._work_is_left():
             with calm():
                 self._study.sampler = self._sampler()
                 trial = self._study.ask(self._distributions)
@@ -132,20 +132,31 @@ class Study:
                 continue
             trial.set_user_attr("setting", claim.setting)
             self._mine[claim.number] = claim
-            found.append(claim)
-        return found
+            claims.append(claim)
+        return claims
 
     def finish(self, claim: Claim, value: float, attributes: Mapping[str, Any]) -> None:
-        """Record what a setting is worth."""
+        """Record the value of a setting.
+
+        Args:
+            claim: the setting.
+            value: of the objective.
+            attributes: what else is known of it, JSON-ready.
+        """
         self._tell(claim, attributes, value=value)
 
     def fail(self, claim: Claim, reason: str) -> None:
-        """Record why a setting has no value; it is not tried again."""
+        """Record why a setting has no value; it is not tried again.
+
+        Args:
+            claim: the setting.
+            reason: a sentence.
+        """
         self._tell(claim, {"reason": reason}, value=None)
 
     def _tell(self, claim: Claim, attributes: Mapping[str, Any], value: float | None) -> None:
         states = self._optuna.trial.TrialState
-        # A process that was suspended for long may find its setting in other hands; theirs is the same value.
+        # After a long suspension another process may have taken this setting; its value is the same.
         with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
             for key, attribute in attributes.items():
                 claim.trial.set_user_attr(key, attribute)
@@ -154,15 +165,15 @@ class Study:
         del self._mine[claim.number]
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Return the trials that count, one a setting: those that were given up or taken twice are left out."""
-        found = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
-        # One that another process has asked for at this very moment has no setting yet.
-        found = [trial for trial in found if "setting" in trial.user_attrs]
-        by_setting = {self._setting_of(trial): trial for trial in reversed(found)}
+        """Return the trials that count, one a setting, without those that were given up or taken twice."""
+        trials = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
+        # A trial that another process is just asking for has no setting yet.
+        trials = [trial for trial in trials if "setting" in trial.user_attrs]
+        by_setting = {self._setting_of(trial): trial for trial in reversed(trials)}
         return sorted(by_setting.values(), key=lambda trial: trial.number)
 
     def close(self) -> None:
-        """Give back what was taken but not done, and leave."""
+        """Give back settings that were taken but not finished, and disconnect."""
         self._stop.set()
         self._heart.join()
         try:
@@ -175,7 +186,7 @@ class Study:
     def _sampler(self) -> optuna.samplers.BaseSampler:
         from optuna import samplers
 
-        # Seeded by the number of trials: a process that joins or goes on does not propose the first settings again.
+        # Seeded by the number of trials: a process that joins or resumes does not repeat the first settings.
         seed = Address(len(self._study.get_trials(deepcopy=False)), self.name, "sweep").key % 2**32
         return samplers.RandomSampler(seed) if self.grid else samplers.TPESampler(seed=seed)
 
@@ -199,7 +210,7 @@ class Study:
         return any(self.grid or trial.state in (states.WAITING, states.RUNNING) for trial in same)
 
     def _recover(self) -> None:
-        # Fails what the dead had taken and puts it back into the queue: of a grid, every setting that is nowhere.
+        # Fail the trials of dead processes and enqueue their settings; of a grid, every setting without a trial.
         states = self._optuna.trial.TrialState
         running = {t.number for t in self._study.get_trials(deepcopy=False, states=(states.RUNNING,))}
         with calm():
@@ -208,9 +219,9 @@ class Study:
             if trial.state == states.RUNNING and trial.number not in self._mine and self._is_dead(trial):
                 self._study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
         if self.grid:
-            known = {self._setting_of(trial) for trial in self.trials()}
+            settings = {self._setting_of(trial) for trial in self.trials()}
             for setting in corners(self.axes):
-                if _key(setting) not in known:
+                if _key(setting) not in settings:
                     self._enqueue(setting)
             return
         for trial in self._study.get_trials(deepcopy=False, states=(states.FAIL,)):
@@ -221,7 +232,7 @@ class Study:
         token = trial.user_attrs.get("worker")
         if token is not None:
             return self._worker.is_dead(token)
-        # A process that died between taking a trial and signing it: nobody beats for it.
+        # The process died between taking a trial and signing it: it has no heartbeat.
         begun = trial.datetime_start
         return begun is not None and datetime.datetime.now() - begun > datetime.timedelta(seconds=GRACE)
 
@@ -236,13 +247,13 @@ class Study:
         return trial.state == self._optuna.trial.TrialState.FAIL and "reason" not in trial.user_attrs
 
     def _setting_of(self, trial: optuna.trial.FrozenTrial) -> str:
-        # What a grid's queue did not hold, because somebody was faster, is about to be given up.
+        # A trial that did not come from a grid's queue is about to be given up.
         return _key(trial.user_attrs.get("setting", {} if self.grid else trial.params))
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
             for claim in list(self._mine.values()):
-                with contextlib.suppress(Exception):  # a beat that is lost does no harm; the next one counts
+                with contextlib.suppress(Exception):  # a lost heartbeat does no harm
                     self._storage.record_heartbeat(claim.trial._trial_id)
         self._storage.remove_session()
 

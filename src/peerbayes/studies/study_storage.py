@@ -1,4 +1,4 @@
-"""The database of a sweep's study: reached with patience, by processes that may die."""
+"""Open the database of a sweep's study, which processes that may die share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 BEAT, GRACE = 20, 120  # seconds between two beats, and without one until a process on another machine counts as dead
 
 
-def require_optuna() -> None:
-    """Refuse where Optuna is not installed, and keep it quiet where it is."""
+def check_optuna() -> None:
+    """Check that Optuna is installed, and make it quiet."""
     try:
         import optuna
     except ImportError:
@@ -39,7 +39,12 @@ def hide_password(url: str) -> str:
 
 @contextlib.contextmanager
 def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
-    """Turn whatever a database answers (and the errors ``others``) into one sentence."""
+    """Turn a database's errors into one sentence.
+
+    Args:
+        url: the database's address.
+        others: further errors to turn.
+    """
     import optuna
     import sqlalchemy.exc
 
@@ -56,12 +61,12 @@ def reaching(url: str, *others: type[Exception]) -> Iterator[None]:
 
 
 class Worker:
-    """This process, for the others that use the sweep's folder: a file that is locked while it lives."""
+    """A process among those that use the sweep's folder: it holds a lock on a file while it lives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.token = f"{platform.node()}-{secrets.token_hex(4)}"
-        self._dead: set[str] = set()  # whose files are gone; they may have had more than one trial
+        self._dead: set[str] = set()  # their files are gone, but they may have had several trials
         self._file: IO[str] | None = None
         if os.name == "posix":
             self._file = open(self._path(self.token), "w")  # noqa: SIM115 - it is locked until the end
@@ -71,7 +76,7 @@ class Worker:
         return self.folder / f".worker-{token}"
 
     def is_dead(self, token: str) -> bool:
-        """Whether a worker of this machine and folder has ended; of others only their beat tells."""
+        """Return whether a worker of this machine and folder has ended; of others only their heartbeat tells."""
         path = self._path(token)
         if token in self._dead:
             return True
@@ -85,7 +90,7 @@ class Worker:
         return dead
 
     def close(self) -> None:
-        """Drop the lock."""
+        """Release the lock."""
         if self._file is not None:
             self._path(self.token).unlink(missing_ok=True)
             self._file.close()
@@ -103,7 +108,8 @@ def _lock(file: IO[str]) -> bool:
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    # Heartbeats are new to Optuna, and it wants them used by its own loop; we beat by ourselves.
+    # Optuna calls heartbeats experimental and expects its own loop; we send them ourselves.
+    """Silence Optuna's warnings about heartbeats inside the block."""
     import optuna
 
     with warnings.catch_warnings():
@@ -113,22 +119,23 @@ def calm() -> Iterator[None]:
 
 
 def open_storage(url: str) -> optuna.storages.RDBStorage:
+    """Open a study's database; try again while another process creates its tables."""
     import optuna
 
     waiting = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     for attempt in range(5):
         try:
             with calm():
-                found = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=GRACE)
+                storage = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=GRACE)
             break
         except Exception as error:
-            # Another process makes the tables at this moment.
+            # Another process is creating the tables.
             if attempt == 4 or not re.search("already exists|UNIQUE|duplicate", str(error)):
                 raise
             time.sleep(0.2 * (attempt + 1))
-    if found.engine.dialect.name == "sqlite":
-        _lock_before_reading(found.engine)
-    return found
+    if storage.engine.dialect.name == "sqlite":
+        _lock_before_reading(storage.engine)
+    return storage
 
 
 def _lock_before_reading(engine: sqlalchemy.Engine) -> None:
@@ -142,6 +149,13 @@ def _lock_before_reading(engine: sqlalchemy.Engine) -> None:
 
 
 def create_study(storage: optuna.storages.RDBStorage, name: str, maximise: bool) -> optuna.Study:
+    """Create a study, or load it if it exists.
+
+    Args:
+        storage: its database.
+        name: the study's.
+        maximise: whether larger values are better.
+    """
     import optuna
 
     with contextlib.suppress(optuna.exceptions.DuplicatedStudyError):
@@ -150,5 +164,6 @@ def create_study(storage: optuna.storages.RDBStorage, name: str, maximise: bool)
 
 
 def close_storage(storage: optuna.storages.RDBStorage) -> None:
+    """Close all connections to a study's database."""
     storage.remove_session()
     storage.engine.dispose()

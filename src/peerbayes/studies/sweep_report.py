@@ -1,4 +1,4 @@
-"""What a sweep has found: its settings as a table, and a figure of what the swept keys do."""
+"""Report a sweep: its settings as a table, and a figure of the objective against the swept keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from peerbayes.reports.tables import FIGURES, aligned, cell
 from peerbayes.studies.space import Axis, setting_title, shown
 from peerbayes.studies.sweeps import Sweep
 
-LISTED = 30  # settings that a figure names, the best ones
+LISTED = 30  # best settings that a figure names
 
 
 def sweep_table(sweep: Sweep) -> str:
-    """Return a sweep's settings as plain text: the best first, then what runs elsewhere and what failed."""
+    """Return a sweep's settings as plain text: the best first, then those running elsewhere, then those that failed."""
     keys = [axis.key for axis in sweep.axes]
     lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in FIGURES.items()))]
     for row in sweep.table:
@@ -29,8 +29,8 @@ def sweep_table(sweep: Sweep) -> str:
         if row["state"] == "complete":
             seeds = row["seeds"].values()
             cells = [cell([seed[key] * scale for seed in seeds], scale) for key, scale in FIGURES.values()]
-        place = str(row["rank"] or row["state"])
-        lines.append((place, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
+        rank = str(row["rank"] or row["state"])
+        lines.append((rank, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
     count = len(sweep.seeds)
     spread = f"mean ± standard error over {count} seeds" if count > 1 else "1 seed"
     text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *aligned(lines, left=1)]
@@ -54,7 +54,7 @@ def _lead(sweep: Sweep, best: Record, second: Record) -> str:
 
 
 def write_sweep_figure(sweep: Sweep) -> list[Path]:
-    """Draw a sweep into its folder; return the file's path, or nothing where no setting is finished."""
+    """Draw a sweep into its folder; return the file's path, or nothing if no setting is finished."""
     if sweep.best is None:
         return []
     path = sweep.folder / "sweep.png"
@@ -63,7 +63,7 @@ def write_sweep_figure(sweep: Sweep) -> list[Path]:
 
 
 def sweep_figure(sweep: Sweep) -> Figure:
-    """What the swept keys do to the objective on the validation split.
+    """Draw the objective on the validation split against the swept keys.
 
     One key: mean and standard error against its values, with a point a seed. Two keys that form a grid: a heat map of
     means. Otherwise the best settings by rank.
@@ -85,18 +85,18 @@ def _values(sweep: Sweep, row: Record, scale: float) -> list[float]:
     return [seed[sweep.objective] * scale for seed in row["seeds"].values()]
 
 
-def _error_bars(axes: Any, sweep: Sweep, rows: Sequence[Record], places: Sequence[float], upright: bool) -> None:
-    # A grey point a seed; the mean in colour, the best one's in another and of another shape.
+def _error_bars(axes: Any, sweep: Sweep, rows: Sequence[Record], positions: Sequence[float], upright: bool) -> None:
+    # A grey point for each seed and the mean in colour; the best setting differs in colour and shape.
     _, scale = _objective(sweep)
-    for place, row in zip(places, rows, strict=True):
+    for position, row in zip(positions, rows, strict=True):
         values = _values(sweep, row, scale)
         mean, error = row[sweep.objective]["mean"] * scale, row[sweep.objective]["standard_error"]
         best = row["rank"] == 1
         style = {"color": COLOURS[1] if best else COLOURS[0], "capsize": 3, "markersize": 7 if best else 5, "zorder": 3}
         bar = {"yerr" if upright else "xerr": None if error is None else error * scale}
-        along = [place] * len(values)
+        along = [position] * len(values)
         axes.plot(*((along, values) if upright else (values, along)), "o", color="#999999", markersize=3, alpha=0.7)
-        point = (place, mean) if upright else (mean, place)
+        point = (position, mean) if upright else (mean, position)
         label = f"best: {setting_title(row['setting'], digits=3)}" if best else None
         axes.errorbar(*point, **bar, fmt="D" if best else "o", label=label, **style)
 
@@ -106,12 +106,12 @@ def _curve(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     axis = sweep.axes[0]
     given = [row["setting"][axis.key] for row in rows]
     numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in given)
-    places = [float(value) for value in given] if numeric else [float(axis.values.index(value)) for value in given]
-    _error_bars(axes, sweep, rows, places, upright=True)
+    positions = [float(value) for value in given] if numeric else [float(axis.values.index(value)) for value in given]
+    _error_bars(axes, sweep, rows, positions, upright=True)
     if not axis.is_range:
-        means = sorted((p, row["value"] * _objective(sweep)[1]) for p, row in zip(places, rows, strict=True))
+        means = sorted((p, row["value"] * _objective(sweep)[1]) for p, row in zip(positions, rows, strict=True))
         axes.plot(*zip(*means, strict=True), color=COLOURS[0], linewidth=1, alpha=0.6 if numeric else 0)
-    if numeric and _wants_log(axis, places):
+    if numeric and _wants_log(axis, positions):
         axes.set_xscale("log")
     if not numeric:
         axes.set_xticks(range(len(axis.values)), [shown(value) for value in axis.values])
@@ -121,8 +121,8 @@ def _curve(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     return figure
 
 
-def _wants_log(axis: Axis, places: Sequence[float]) -> bool:
-    return axis.log or (not axis.is_range and min(places) > 0 and max(places) >= 50 * min(places))
+def _wants_log(axis: Axis, positions: Sequence[float]) -> bool:
+    return axis.log or (not axis.is_range and min(positions) > 0 and max(positions) >= 50 * min(positions))
 
 
 def _heat_map(sweep: Sweep, rows: Sequence[Record]) -> Figure:
@@ -132,9 +132,9 @@ def _heat_map(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     means = np.full((len(down.values), len(across.values)), np.nan)
     best = (0, 0)
     for row in rows:
-        place = down.values.index(row["setting"][down.key]), across.values.index(row["setting"][across.key])
-        means[place] = row["value"] * scale
-        best = place if row["rank"] == 1 else best
+        index = down.values.index(row["setting"][down.key]), across.values.index(row["setting"][across.key])
+        means[index] = row["value"] * scale
+        best = index if row["rank"] == 1 else best
     picture = draw_heat_map(axes, means, best, digits=2 if scale == 100 else 3, high=sweep.objective == "accuracy")
     axes.set_xticks(range(len(across.values)), [shown(value) for value in across.values])
     axes.set_yticks(range(len(down.values)), [shown(value) for value in down.values])
@@ -146,9 +146,9 @@ def _heat_map(sweep: Sweep, rows: Sequence[Record]) -> Figure:
 
 def _ranking(sweep: Sweep, rows: Sequence[Record]) -> Figure:
     figure, axes = new_axes(7.2, 1.2 + 0.26 * len(rows))
-    places = [float(place) for place in range(len(rows))]
-    _error_bars(axes, sweep, rows, places, upright=False)
-    axes.set_yticks(places, [setting_title(row["setting"], digits=3) for row in rows], fontsize=7)
+    positions = [float(rank) for rank in range(len(rows))]
+    _error_bars(axes, sweep, rows, positions, upright=False)
+    axes.set_yticks(positions, [setting_title(row["setting"], digits=3) for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(_objective(sweep)[0])
     return figure

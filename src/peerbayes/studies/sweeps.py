@@ -1,4 +1,4 @@
-"""Sweeps: settings of a recipe, trained over seeds and ranked by the validation split; the test split is left alone.
+"""Sweep: train settings of a recipe over seeds and rank them by the validation split; the test split is left alone.
 
 study.db              the Optuna study, unless another storage was named
 sweep.json            what was swept, on what, and the ranked table
@@ -32,7 +32,7 @@ from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
 from peerbayes.studies.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
 from peerbayes.studies.study import Claim, Sampler, Study
-from peerbayes.studies.study_storage import hide_password, reaching, require_optuna
+from peerbayes.studies.study_storage import check_optuna, hide_password, reaching
 from peerbayes.training.reporters import Reporter
 
 Objective = Literal["nll", "accuracy", "ece"]
@@ -45,15 +45,15 @@ HELD_OUT = 0.1  # of the training images, where neither the recipe nor the data 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found.
+    """Result of a sweep.
 
     Args:
         recipe: the recipe before any setting.
         axes: the keys that were varied.
         seeds: a run each for every setting.
         objective: the figure of the validation split that ranks.
-        table: a row a setting, the best first, then those that run elsewhere and those that failed.
-        folder: where it lies.
+        table: a row for each setting: the best first, then those running elsewhere, then those that failed.
+        folder: the sweep's.
     """
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class Sweep:
 
     @property
     def best(self) -> Row | None:
-        """The best setting; None where none is finished."""
+        """The best setting; None if none is finished."""
         return self.table[0] if self.table and self.table[0]["state"] == "complete" else None
 
 
@@ -89,7 +89,7 @@ def sweep(
     precision: Precision = "auto",
     reporter: Reporter | None = None,
 ) -> Sweep:
-    """Train settings of a recipe and rank them by the validation split; the same call again goes on.
+    """Train settings of a recipe and rank them by the validation split; call it again to resume.
 
     Args:
         recipe: a recipe's name or file.
@@ -99,7 +99,7 @@ def sweep(
         sampler: ``grid`` or ``tpe``; by default a grid where only lists are given.
         trials: settings that ``tpe`` tries, 20 by default.
         objective: ``nll``, ``accuracy`` or ``ece``, averaged over peers.
-        validation: images (or fraction) of the training split to judge on; by default the recipe's or the data's own,
+        validation: images (or fraction) of the training split to rank by; by default the recipe's or the data's own,
             or a tenth.
         storage: an Optuna storage URL, which many machines may share; by default SQLite in the folder.
         study: the study's name; by default the recipe's.
@@ -109,9 +109,9 @@ def sweep(
         root: data root.
         engine: as in `train`.
         precision: as in `train`.
-        reporter: is told what happens; silent by default.
+        reporter: of progress; silent by default.
     """
-    require_optuna()
+    check_optuna()
     reporter, where = reporter or Reporter(), pick_device(device)
     if not seeds:
         raise InputError("a sweep needs at least one seed")
@@ -151,9 +151,9 @@ def sweep(
             table = trainer.table()
         finally:
             shared.close()
-    found = Sweep(base, tuple(axes), tuple(seeds), objective, table, folder)
-    _write(found, {**about, "recipe": str(recipe), "study": name, "storage": hide_password(storage)}, where)
-    return found
+    result = Sweep(base, tuple(axes), tuple(seeds), objective, table, folder)
+    _write(result, {**about, "recipe": str(recipe), "study": name, "storage": hide_password(storage)}, where)
+    return result
 
 
 def _with_validation(
@@ -170,7 +170,7 @@ def _with_validation(
 
 
 def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
-    """Refuse a setting that can't be trained, or not be ranked."""
+    """Check that a setting can be trained and ranked."""
     try:
         if loaded.of_recipe(job.recipe).validation is None:
             raise InputError("there is no validation split to rank it by; set data.validation above 0")
@@ -187,15 +187,15 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
     ranges = [axis.key for axis in axes if axis.is_range]
     if given == "grid" and ranges:
         raise InputError(f"a grid needs lists, but {ranges[0]} is a range: use --sampler tpe, or list its values")
-    found: Sampler = given or ("tpe" if ranges else "grid")
-    if found == "grid" and trials is not None:
+    sampler: Sampler = given or ("tpe" if ranges else "grid")
+    if sampler == "grid" and trials is not None:
         raise InputError("a grid takes every setting: --trials is for --sampler tpe")
-    return found
+    return sampler
 
 
 @dataclass
 class _Trainer:
-    """Trains and judges the settings that this process has taken."""
+    """Train and evaluate the settings that this process has taken."""
 
     study: Study
     recipe: str | Path
@@ -209,13 +209,13 @@ class _Trainer:
     loaded: Loaded
 
     def run(self, claims: Sequence[Claim]) -> None:
-        """Train settings side by side and judge them; one that diverges fails alone."""
+        """Train and evaluate settings side by side; one that diverges fails alone."""
         self.reporter.headline(f"setting {'; '.join(setting_title(claim.setting) for claim in claims)}")
         jobs = [(claim, job) for claim in claims for job in self._jobs(claim.setting)]
         errors: dict[int, TrainingError] = {}
         try:
             runs = self._train([job for _, job in jobs], errors)
-        except TrainingError as error:  # of what a peer starts from
+        except TrainingError as error:  # of the run that a peer starts from
             if len(claims) == 1:
                 self._fail(claims[0], str(error))
             else:
@@ -223,15 +223,15 @@ class _Trainer:
                     self.run([claim])
             return
         for claim in claims:
-            places = [place for place, (owner, _) in enumerate(jobs) if owner is claim]
-            reasons = [str(errors[place]) for place in places if place in errors]
+            indices = [index for index, (owner, _) in enumerate(jobs) if owner is claim]
+            reasons = [str(errors[index]) for index in indices if index in errors]
             if reasons:
                 self._fail(claim, reasons[0])
             else:
-                self._judge(claim, [runs[place] for place in places])
+                self._judge(claim, [runs[index] for index in indices])
 
     def _jobs(self, setting: Setting) -> list[Job]:
-        # Nobody looks at the test split, whatever the recipe says.
+        # The test split stays unused, whatever the recipe says.
         quiet = ["evaluation.test_every=0", "evaluation.last_epochs=0"]
         recipe = load_recipe(self.recipe, [*self.changes, *overrides(self.axes, setting), *quiet])
         return [Job(recipe, _run_folder(self.folder, setting, seed), seed) for seed in self.seeds]
@@ -241,7 +241,7 @@ class _Trainer:
             try:
                 return train_jobs(jobs, resume=True, reporter=self.reporter, errors=errors, **self.how)
             except InputError as error:
-                # Processes that share a folder share what their runs start from: one trains it, the others wait.
+                # Processes that share a folder share the parents of their runs: one trains them, the others wait.
                 if not str(error).endswith(OTHERS):
                     raise
                 time.sleep(1)
@@ -269,18 +269,18 @@ class _Trainer:
         held = self.loaded.of(run).validation
         assert held is not None
         options = run.recipe.evaluation
-        found = []
+        peers = []
         for name in run:
             log_p, labels, _, _ = run.predict_split(name, held, options.draws, self.how["device"])
-            found.append({
+            peers.append({
                 "accuracy": metrics.accuracy(log_p.exp(), labels),
                 "nll": metrics.nll_from_log(log_p, labels),
                 "ece": metrics.ece(log_p.exp(), labels, options.ece_bins),
             })  # fmt: skip
-        return {figure: statistics.fmean(peer[figure] for peer in found) for figure in FIGURES}
+        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in FIGURES}
 
     def table(self) -> list[Row]:
-        """Return a row a setting of the whole study, whoever trained it."""
+        """Return a row for each setting of the study, whichever process trained it."""
         rows = [self._row(trial.user_attrs, trial.value) for trial in self.study.trials()]
         sign = -1 if self.objective == "accuracy" else 1
         order = ("complete", "running", "failed")
@@ -289,35 +289,35 @@ class _Trainer:
             row["rank"] = rank
         return rows
 
-    def _row(self, known: Mapping[str, Any], value: float | None) -> Row:
-        setting = {axis.key: known["setting"][axis.key] for axis in self.axes}
+    def _row(self, attributes: Mapping[str, Any], value: float | None) -> Row:
+        setting = {axis.key: attributes["setting"][axis.key] for axis in self.axes}
         row: Row = {"rank": None, "setting": setting, "state": "running", "reason": None}
         if value is not None:
             figures = {
-                figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in known["seeds"].values()))
+                figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in attributes["seeds"].values()))
                 for figure in FIGURES
             }
-            row |= {"state": "complete", "objective": self.objective, "value": value, "spread": known["spread"]}
-            row |= figures | {key: known[key] for key in ("seeds", "seconds", "hardware", "versions")}
-        elif "reason" in known:
-            row |= {"state": "failed", "reason": known["reason"]}
+            row |= {"state": "complete", "objective": self.objective, "value": value, "spread": attributes["spread"]}
+            row |= figures | {key: attributes[key] for key in ("seeds", "seconds", "hardware", "versions")}
+        elif "reason" in attributes:
+            row |= {"state": "failed", "reason": attributes["reason"]}
         row["changes"] = overrides(self.axes, setting)
         row["runs"] = [str(_run_folder(self.folder, setting, seed)) for seed in self.seeds]
         return row
 
 
-def _write(found: Sweep, about: Mapping[str, Any], device: torch.device) -> None:
+def _write(result: Sweep, about: Mapping[str, Any], device: torch.device) -> None:
     machine = environment(device)
     record = {
-        "title": found.recipe.title,
+        "title": result.recipe.title,
         "split": "validation",
         **about,
-        "validation": found.recipe.data.validation,
-        "draws": found.recipe.evaluation.draws,
-        "ece_bins": found.recipe.evaluation.ece_bins,
+        "validation": result.recipe.data.validation,
+        "draws": result.recipe.evaluation.draws,
+        "ece_bins": result.recipe.evaluation.ece_bins,
         "hardware": machine["hardware"],
         "versions": {**machine["versions"], "optuna": metadata.version("optuna")},
-        "seconds": sum(row.get("seconds", 0) for row in found.table),
-        "table": found.table,
+        "seconds": sum(row.get("seconds", 0) for row in result.table),
+        "table": result.table,
     }
-    storage.write_bytes(found.folder / "sweep.json", (json.dumps(record, indent=1) + "\n").encode())
+    storage.write_bytes(result.folder / "sweep.json", (json.dumps(record, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Terms: the summands of a peer's loss."""
+"""Loss terms: the summands of a peer's loss."""
 
 from peerbayes.terms import distillation, diversity, elbo, mutual
 from peerbayes.terms.definition import Shapes, Term, find, names, term

@@ -1,4 +1,4 @@
-"""Terms by name. A term is a function of a step and a peer that returns one scalar."""
+"""Register terms by name. A term is a function of a step and a peer that returns one scalar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,25 @@ from peerbayes.terms.step import Batch, Step
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a term's helper can know when it is built: the features' shapes by layer, and the number of classes."""
+    """What the builder of a term's trainable helper is given.
+
+    Attributes:
+        features: shapes of the features by layer.
+        classes: number of classes.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.terms import Shapes
+        >>> Shapes(features={"stage3": torch.Size([128, 64, 8, 8])}, classes=10).classes
+        10
+    """
 
     features: Mapping[str, torch.Size]
     classes: int
 
 
 class TermFunction(Protocol):
-    """``term(step, peer, **options) -> scalar``."""
+    """Signature of a term: ``term(step, peer, **options) -> scalar``."""
 
     def __call__(self, step: Step, peer: str, **options: Any) -> Tensor: ...
 
@@ -37,7 +48,20 @@ ModuleBuilder = Callable[[Shapes, Mapping[str, Any]], nn.Module | None]
 
 @dataclass(frozen=True)
 class Term:
-    """A registered term: its function, a schema of its options, and what `term` was told of it."""
+    """A registered term: its function, the schema of its options, and what `term` was given.
+
+    Attributes:
+        name: its name in recipes.
+        function: the term.
+        schema: its options.
+        build: makes its trainable helper.
+        between_peers: whether it compares peers.
+
+    Example:
+        >>> from peerbayes.terms import find
+        >>> list(find("mutual").schema.model_fields)
+        ['weight', 'temperature', 'alpha', 'graph']
+    """
 
     name: str
     function: TermFunction
@@ -46,16 +70,22 @@ class Term:
     between_peers: bool = False
 
     def value(self, batch: Batch, peer: str, options: Mapping[str, Any]) -> Tensor:
-        """Return the term's scalar for one peer."""
+        """Return the term's scalar for one peer.
+
+        Args:
+            batch: the batch as all peers have seen it.
+            peer: the peer's name.
+            options: the term's options.
+        """
         value = self.function(Step(batch, peer, self.name), peer, **options)
         if not isinstance(value, Tensor) or value.dim():
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"returned {found}, expected a scalar")
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"returned {got}, expected a scalar")
         return value
 
 
 _TERMS: dict[str, Term] = {}
-_BY_PLACE: dict[tuple[str, str], Term] = {}  # by module and name there: two modules may have terms of one name
+_BY_PLACE: dict[tuple[str, str], Term] = {}  # by (module, name): two modules may have terms of one name
 
 
 @overload
@@ -63,7 +93,7 @@ def term(function: F) -> F: ...
 @overload
 def term(*, build: ModuleBuilder | None = None, between_peers: bool = False) -> Callable[[F], F]: ...
 def term(function: Any = None, *, build: ModuleBuilder | None = None, between_peers: bool = False) -> Any:
-    """Make a function available in recipes under its name, and as ``package.module:name`` wherever it can be imported.
+    """Register a function as a term, for recipes, under its name and as ``package.module:name``.
 
     The function takes ``(step, peer, *, options...)`` and returns one scalar; its keyword-only arguments, with their
     annotations and defaults, are the term's options in a recipe.
@@ -73,20 +103,31 @@ def term(function: Any = None, *, build: ModuleBuilder | None = None, between_pe
         build: makes a trainable helper for a peer, reached as ``step.module(peer)``; its parameters join that peer's
             optimiser for the stage. A helper whose attribute ``shared`` is true serves all peers. Its attribute
             ``scales`` names the parameters that are scales, which weight decay leaves alone.
-        between_peers: it compares a peer with others, so a peer that is alone has nothing of it, and is told so.
+        between_peers: whether it compares a peer with others: a peer that is alone has nothing of it, and is told so.
+
+    Returns:
+        The function itself, or a decorator where only options are given.
+
+    Example:
+        >>> import peerbayes
+        >>> @peerbayes.term
+        ... def confidence(step, peer, *, weight: float = 1.0):
+        ...     return weight * step.logits(peer).softmax(-1).amax(-1).mean()
+        >>> peerbayes.terms.find("confidence").schema().weight
+        1.0
     """
     if function is None:
-        return lambda found: _register(found, build, between_peers)
+        return lambda decorated: _register(decorated, build, between_peers)
     return _register(function, build, between_peers)
 
 
 def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -> Any:
     name = function.__name__
-    own = _place(function)[0].startswith("peerbayes.")
-    if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not own:
-        raise InputError(f"there is a term '{name}' already, which recipes are made of; choose another name")
+    packaged = _place(function)[0].startswith("peerbayes.")
+    if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not packaged:
+        raise InputError(f"term '{name}' exists already, and recipes use it; choose another name")
     parameters = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function, include_extras=True)  # with the bounds that annotations carry
+    hints = get_type_hints(function, include_extras=True)  # including the bounds in annotations
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -102,17 +143,29 @@ def _place(function: Any) -> tuple[str, str]:
 
 
 def find(name: str) -> Term:
-    """Return a term by name, or by ``package.module:name``, which is imported and is the term's name then."""
+    """Return a term by name, or by ``package.module:name``, which is imported and becomes its name.
+
+    Example:
+        >>> from peerbayes.terms import find
+        >>> find("kl").schema().scheme
+        'elbo'
+    """
     if ":" in name:
-        found = _BY_PLACE.get(_place(imported(name, "term")))
-        if found is None:
-            raise InputError(f"term '{name}' is not one: put @peerbayes.term above the function")
-        return replace(found, name=name)
+        registered = _BY_PLACE.get(_place(imported(name, "term")))
+        if registered is None:
+            raise InputError(f"'{name}' is not a term: decorate the function with @peerbayes.term")
+        return replace(registered, name=name)
     if name not in _TERMS:
         raise InputError(f"there is no term '{name}'{nearest(name, _TERMS)}")
     return _TERMS[name]
 
 
 def names() -> list[str]:
-    """Return the names of all terms."""
+    """Return the names of all registered terms, sorted.
+
+    Example:
+        >>> from peerbayes.terms import names
+        >>> "mutual" in names()
+        True
+    """
     return sorted(_TERMS)

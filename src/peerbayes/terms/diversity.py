@@ -1,4 +1,4 @@
-"""Peers are kept apart: in their weights, and in what their features say about the batch."""
+"""Keep peers different: in their weights, and in how their features relate the images of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Form = Literal["softplus", "linear"]
 
 
 def _repel(distance: Tensor, form: Form) -> Tensor:
-    # softplus(−D) fades as the peers part; the plain −D never does, which the paper warns of.
+    # softplus(−D) fades as peers grow different; −D never does, which the paper warns of.
     return F.softplus(-distance) if form == "softplus" else -distance
 
 
@@ -34,14 +34,23 @@ def weight_diversity(
     scale: float = 1.0,
     form: Form = "softplus",
 ) -> Tensor:
-    """weight · mean over j≠i of softplus(−scale · D(q_i, q_j)), the other peer's (μ_j, σ_j) detached.
+    """Return weight · mean over j≠i of softplus(−scale · D(q_i, q_j)), the other peer's (μ_j, σ_j) detached.
 
     ``distance``: ``w2`` has elements d = (μ_i − μ_j)² + (σ_i − σ_j)²; ``kl`` is KL(q_i ‖ q_j) and ``symmetric_kl`` its
     mean with KL(q_j ‖ q_i), by element. ``reduction`` makes D of the elements: ``layer_mean_sum`` = Σ_l mean_{i∈l} d,
     ``mean``, ``sum``, or ``relative`` = Σ d / (‖μ_i‖² + ‖μ_j‖²). ``form="linear"`` is the plain −D.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name, i.
+        weight: factor of the term.
+        distance: by element: ``w2``, ``kl`` or ``symmetric_kl``.
+        reduction: of the elements.
+        scale: factor of D.
+        form: ``softplus``, or ``linear``, which never fades.
     """
 
-    def apart(other: str) -> Tensor:
+    def repulsion(other: str) -> Tensor:
         step.same_shapes(peer, other)
         elements = _weight_distance(step, peer, other, distance)
         if reduction == "layer_mean_sum":
@@ -55,7 +64,7 @@ def weight_diversity(
         step.note("distance", total)
         return _repel(scale * total, form)
 
-    return weight * step.average(peer, apart)
+    return weight * step.average(peer, repulsion)
 
 
 def _weight_distance(step: Step, peer: str, other: str, distance: str) -> Tensor:
@@ -97,7 +106,7 @@ def feature_diversity(
     scale: float = 1.0,
     form: Form = "softplus",
 ) -> Tensor:
-    """weight · mean over j≠i of softplus(−scale · D), D = KL(P_j ‖ P_i) between the peers' feature distributions.
+    """Return weight · mean over j≠i of softplus(−scale · D), D = KL(P_j ‖ P_i) between peers' feature distributions.
 
     P is the conditional distribution p_{i|j} of a kernel over the batch (`divergences.kernel_log_conditional`) on fused
     features: cross-attention with queries from each layer and keys and values from the next, nested for more than two
@@ -105,24 +114,39 @@ def feature_diversity(
     random ones, ones trained only for the ``task`` through a small head while the diversity sees them as constants,
     or ``none`` (features of all layers as they are). ``attention``: ``scaled`` by 1/√e, or the ``literal`` equation.
     ``distance`` ``l1`` and ``l2`` compare raw features (mean over elements), the paper's negative controls.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name, i.
+        layers: names of the layers, from early to late.
+        weight: factor of the term.
+        fusion: of the layers' features: ``per_peer``, ``shared``, ``fixed``, ``task`` or ``none``.
+        attention: whether scores are ``scaled`` by 1/√e, or ``literal``.
+        pool: ``flat`` lays tokens end to end, ``mean`` averages them.
+        kernel: ``cosine`` or ``rbf``.
+        distance: ``kernel_kl``, or ``l1`` or ``l2`` between raw features.
+        scale: factor of D.
+        form: ``softplus``, or ``linear``, which never fades.
     """
 
-    def apart(other: str) -> Tensor:
+    def repulsion(other: str) -> Tensor:
         if step.members(other) != step.members(peer):
             raise InputError(
                 f"compares rows, but peer '{peer}' has {step.members(peer)} members and '{other}' {step.members(other)}"
             )
         if distance == "kernel_kl":
-            found = divergences.kernel_kl(conditional(other), conditional(peer))
+            divergence = divergences.kernel_kl(conditional(other), conditional(peer))
         else:
-            found = _raw_distance(step, peer, other, layers, distance)
-        step.note("distance", found)
-        return _repel(scale * found, form)
+            divergence = _raw_distance(step, peer, other, layers, distance)
+        step.note("distance", divergence)
+        return _repel(scale * divergence, form)
 
     def conditional(name: str) -> Tensor:
-        return step.derived(name, "conditional", lambda own: _conditional(own, name, layers, fusion, pool, kernel))
+        return step.derived(
+            name, "conditional", lambda other_step: _conditional(other_step, name, layers, fusion, pool, kernel)
+        )
 
-    value = weight * step.average(peer, apart)
+    value = weight * step.average(peer, repulsion)
     if fusion == "task" and distance == "kernel_kl":
         value = value + _task_loss(step, peer, layers)
     return value
@@ -131,12 +155,12 @@ def feature_diversity(
 def _conditional(step: Step, peer: str, layers: list[str], fusion: str, pool: str, kernel: str) -> Tensor:
     features = [step.features(peer, layer) for layer in layers]
     if fusion == "none":
-        found = torch.cat([vectors(feature, pool) for feature in features], -1)
+        fused = torch.cat([vectors(feature, pool) for feature in features], -1)
     else:
         module = step.module(peer)
         parameters = {name: p.detach() if fusion == "task" else p for name, p in module.named_parameters()}
-        found = vectors(torch.func.functional_call(module, parameters, (features,)), pool)
-    return divergences.kernel_log_conditional(step.whole_batch(found.float()), kernel)  # type: ignore[arg-type]
+        fused = vectors(torch.func.functional_call(module, parameters, (features,)), pool)
+    return divergences.kernel_log_conditional(step.whole_batch(fused.float()), kernel)  # type: ignore[arg-type]
 
 
 def _task_loss(step: Step, peer: str, layers: list[str]) -> Tensor:

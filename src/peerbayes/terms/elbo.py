@@ -1,4 +1,4 @@
-"""The evidence lower bound in two summands: expected log-likelihood and KL to the prior."""
+"""Define the evidence lower bound in two terms: expected log-likelihood, and KL to the prior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from peerbayes.terms.step import Step
 
 @term
 def likelihood(step: Step, peer: str, *, weight: float = 1.0) -> Tensor:
-    """weight · (1/B) Σ_b −log p(y_b | x_b, w), at one draw w."""
+    """Return weight · (1/B) Σ_b −log p(y_b | x_b, w), at one draw w.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name.
+        weight: factor of the term.
+    """
     return weight * F.cross_entropy(step.logits(peer), step.labels)
 
 
@@ -27,11 +33,17 @@ def kl(
     scheme: Literal["elbo", "layer_mean"] = "elbo",
     anneal: float = 0.0,
 ) -> Tensor:
-    """The scaled KL between posterior and prior.
+    """Return the scaled KL divergence from posterior to prior.
 
     ``elbo``: (weight / N) Σ_i KL_i, the negative ELBO per image at weight 1 (below 1: tempered).
     ``layer_mean``: (weight / B) Σ_l mean_{i∈l} KL_i, a far weaker pull for large layers.
-    ``anneal``: epochs over which the weight rises linearly from 0.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name.
+        weight: factor of the term.
+        scheme: ``elbo`` or ``layer_mean``.
+        anneal: epochs over which the weight rises linearly from 0.
     """
     if scheme == "elbo":
         value = weight / step.train_size * step.kl(peer, "sum")

@@ -1,4 +1,4 @@
-"""Cross-attention between the features of successive layers (paper 1, equation 13)."""
+"""Fuse features of successive layers by cross-attention (paper 1, equation 13)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ def tokens(features: Tensor) -> Tensor:
 
 
 def vectors(features: Tensor, pool: str) -> Tensor:
-    """Return one vector an image: tokens laid end to end (``flat``) or averaged (``mean``)."""
-    found = tokens(features)
-    return found.flatten(1) if pool == "flat" else found.mean(1)
+    """Return one vector an image, (B, ...).
+
+    Args:
+        features: of a layer: (B, C, H, W), (B, positions, channels) or (B, channels).
+        pool: ``flat`` lays tokens end to end, ``mean`` averages them.
+    """
+    sequence = tokens(features)
+    return sequence.flatten(1) if pool == "flat" else sequence.mean(1)
 
 
 class Attention(nn.Module):
-    """softmax(Q Kᵀ s) V with Q = X W_Q from one layer and K = Y W_K, V = Y W_V from the next; e = channels of Y.
+    """Cross-attention softmax(Q Kᵀ s) V with Q = X W_Q of one layer, K = Y W_K and V = Y W_V of the next (e channels).
 
     Args:
         channels_query: channels of X (B, n, c).
@@ -52,12 +57,20 @@ class Attention(nn.Module):
 
 
 class Fusion(nn.Module):
-    """u(F_1, F_2), or nested u(u(F_1, F_2), F_3) and so on: one attention between each layer and the next.
+    """Attention between each layer and the next: u(F_1, F_2), nested as u(u(F_1, F_2), F_3) for more layers.
 
     Args:
         shapes: shapes of the layers' features, from early to late.
         scaled: scale attention scores by 1/√e.
         classes: add a linear head on the mean token, to train the fusion for the task.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.terms import Fusion
+        >>> early, late = torch.zeros(5, 16, 8, 8), torch.zeros(5, 32, 4, 4)
+        >>> fusion = Fusion([early.shape, late.shape])
+        >>> fusion([early, late]).shape
+        torch.Size([5, 64, 32])
     """
 
     def __init__(self, shapes: Sequence[torch.Size], scaled: bool = True, classes: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Peers teach each other: each one's prediction is the target of those that learn from it."""
+"""Let peers teach each other: the prediction of each is the target of those that learn from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Temperature = Annotated[float, Field(gt=0)]
 
 
 class Edge(Strict):
-    """``student`` learns from ``teacher``; what is left out is taken from the term."""
+    """An edge of the knowledge graph: ``student`` learns from ``teacher``; omitted options are those of the term."""
 
     teacher: str
     student: str
@@ -33,7 +33,7 @@ class Edge(Strict):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One edge of the knowledge graph, complete."""
+    """An edge of the knowledge graph with all options filled in."""
 
     teacher: str
     student: str
@@ -42,31 +42,36 @@ class Lesson:
     weight: float
 
 
-def _sound(edges: list[Edge]) -> list[Edge]:
+def _check_edges(edges: list[Edge]) -> list[Edge]:
     if not edges:
-        raise ValueError("an empty graph lets nobody learn from anybody; for that set alpha = 0, or leave the term out")
+        raise ValueError("the graph is empty, so no peer would learn; set alpha = 0, or leave the term out")
     seen: set[tuple[str, str]] = set()
     for edge in edges:
         if edge.teacher == edge.student:
             raise ValueError(f"peer '{edge.teacher}' can't learn from itself")
         if (edge.teacher, edge.student) in seen:
             raise ValueError(
-                f"the edge from teacher '{edge.teacher}' to student '{edge.student}' stands there twice; to make it "
+                f"the edge from teacher '{edge.teacher}' to student '{edge.student}' is given twice; to make it "
                 "count more, give it a weight"
             )
         seen.add((edge.teacher, edge.student))
     return edges
 
 
-Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_sound)]
+Graph = Literal["all", "ring", "best_to_rest"] | Annotated[list[Edge], AfterValidator(_check_edges)]
 
 
 def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
-    """Return who learns from whom; with ``best_to_rest`` every pair, of which only the best peer's count in a step."""
+    """Return the edges of the knowledge graph; for ``best_to_rest`` all pairs, of which a step uses the best peer's.
+
+    Args:
+        options: of the term.
+        peers: names of all peers, in their order.
+    """
     common = {key: options[key] for key in ("alpha", "temperature", "weight")}
     graph = options["graph"]
     if graph == "ring":
-        pairs = [(peers[place - 1], name) for place, name in enumerate(peers) if len(peers) > 1]
+        pairs = [(peers[index - 1], name) for index, name in enumerate(peers) if len(peers) > 1]
     elif isinstance(graph, str):
         pairs = [(teacher, student) for student in peers for teacher in peers if teacher != student]
     else:
@@ -77,9 +82,9 @@ def lessons(options: Mapping[str, Any], peers: Sequence[str]) -> list[Lesson]:
 def _lesson(edge: Mapping[str, Any], common: Mapping[str, Any], peers: Sequence[str]) -> Lesson:
     for role in ("teacher", "student"):
         if edge[role] not in peers:
-            raise OptionError(f"graph: {role} '{edge[role]}' is no peer{nearest(edge[role], peers)}")
-    own = {key: edge.get(key, value) for key, value in common.items()}
-    return Lesson(edge["teacher"], edge["student"], **own)
+            raise OptionError(f"graph: {role} '{edge[role]}' is not a peer{nearest(edge[role], peers)}")
+    settings = {key: edge.get(key, value) for key, value in common.items()}
+    return Lesson(edge["teacher"], edge["student"], **settings)
 
 
 @term(between_peers=True)
@@ -92,18 +97,26 @@ def mutual(
     alpha: NotNegative | Schedule = 1.0,
     graph: Graph = "all",
 ) -> Tensor:
-    """weight · T² · mean over teachers j of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), the target z_j detached.
+    """Return weight · T² · mean over teachers j of (1/B) Σ_b D_α( softmax(z_j/T) ‖ softmax(z_i/T) ), z_j detached.
 
     ``alpha`` = 1 is the Kullback-Leibler divergence, 0 is independent training; it may be a `Schedule` over the stage.
     ``graph`` says who teaches whom: ``all`` the others, in a ``ring`` the peer before, ``best_to_rest`` the peer with
     the lowest cross-entropy on this batch (of several processes each goes by its own part), or a list of `Edge`, each
     with an alpha, temperature and weight of its own if need be.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the student's name, i.
+        weight: factor of the term.
+        temperature: T.
+        alpha: the order α, or its schedule.
+        graph: who teaches whom.
     """
     options = {"weight": weight, "temperature": temperature, "alpha": alpha, "graph": graph}
     mine = [lesson for lesson in lessons(options, step.peers) if lesson.student == peer]
     if not mine:
         return step.labels.new_zeros((), dtype=torch.float32)
-    values = torch.cat([_values(step, peer, alike) for alike in _alike(mine)])
+    values = torch.cat([_losses(step, peer, alike) for alike in _grouped(mine)])
     if graph != "best_to_rest":
         return values.mean()
     losses = torch.stack([F.cross_entropy(step.logits(name).detach(), step.labels) for name in step.peers])
@@ -112,7 +125,7 @@ def mutual(
     return (values * teaches).sum()
 
 
-def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
+def _grouped(mine: Sequence[Lesson]) -> list[list[Lesson]]:
     """Return the lessons in groups that differ by the teacher alone; all in one where the graph has no options."""
     groups: list[list[Lesson]] = []
     for lesson in mine:
@@ -124,11 +137,11 @@ def _alike(mine: Sequence[Lesson]) -> list[list[Lesson]]:
     return groups
 
 
-def _values(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
+def _losses(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
     """Return what lessons alike cost their student, shape (lessons,)."""
     temperature, weight = alike[0].temperature, alike[0].weight
-    own = (step.logits(peer) / temperature).log_softmax(-1)
+    log_q = (step.logits(peer) / temperature).log_softmax(-1)
     targets = torch.stack([step.logits(lesson.teacher) for lesson in alike])
     order = value_at(alike[0].alpha, step.epoch)
-    found = divergences.renyi((targets / temperature).log_softmax(-1), own, order).mean(-1)
-    return weight * temperature**2 * found
+    divergence = divergences.renyi((targets / temperature).log_softmax(-1), log_q, order).mean(-1)
+    return weight * temperature**2 * divergence

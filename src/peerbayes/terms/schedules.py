@@ -1,4 +1,4 @@
-"""Numbers that change over the epochs of a stage, as functions of the epoch alone."""
+"""Define numbers that change over the epochs of a stage, as functions of the epoch alone."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ class Schedule(Strict):
 
 
 def value_at(number: float | Mapping[str, Any], epoch: float | Tensor) -> float | Tensor:
-    """Return a number, or a schedule's value at an epoch; a tensor where the epoch is one."""
+    """Return a number, or a schedule's value at an epoch.
+
+    Args:
+        number: a number, or the table of a `Schedule`.
+        epoch: epochs since the stage began; the value is a tensor if this is one.
+    """
     if not isinstance(number, Mapping):
         return number
     if number["schedule"] == "steps":
         value, *rest = number["values"]
         for when, after in zip(number["at"], rest, strict=True):
-            passed = (epoch >= when) * 1.0  # chosen by 0 and 1, not summed up: a step to 0 has to be exactly 0
+            passed = (epoch >= when) * 1.0  # multiplied by 0 or 1, not summed: a step to 0 must be exactly 0
             value = value * (1 - passed) + after * passed
         return value  # type: ignore[no-any-return]
     start, end = number["start"], number["end"]

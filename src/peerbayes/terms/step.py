@@ -1,4 +1,4 @@
-"""What a term sees of one training step: its own peer with gradients, the others without.
+"""Present one training step to a term: its own peer with gradients, all others detached.
 
 A term never touches another peer's tensors directly: every accessor detaches unless it is asked about the
 term's own peer. Forgetting to detach, the classic bug of mutual learning, cannot be written.
@@ -19,7 +19,24 @@ from peerbayes.posteriors.base import Posterior, Reduction, Weights
 
 @dataclass
 class Output:
-    """What one peer made of the batch: its draw, logits (members · B, C) and features by layer."""
+    """One peer's outputs for the batch.
+
+    Attributes:
+        posterior: the peer.
+        weights: its draw.
+        logits: (members · B, C).
+        features: by layer.
+        derived: what terms share, by name.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Point
+        >>> from peerbayes.terms import Output
+        >>> peer, images = Point(torch.nn.Linear(4, 3)), torch.zeros(2, 4)
+        >>> weights = peer.centre()
+        >>> Output(peer, weights, logits=peer(images, weights), features={}).logits.shape
+        torch.Size([2, 3])
+    """
 
     posterior: Posterior
     weights: Weights
@@ -42,6 +59,13 @@ class Batch:
         gather: makes rows of the whole batch of those of this process; None where they are the whole.
         teachers: logits of the teachers, (M, B, C); None where there are none.
         notes: figures that terms want to be logged, by (peer, name); filled by the terms.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.terms import Batch
+        >>> batch = Batch(torch.tensor([0, 2]), outputs={}, modules={}, train_size=100, batch_size=2, epoch=0.5)
+        >>> batch.teachers is None
+        True
     """
 
     labels: Tensor
@@ -56,7 +80,27 @@ class Batch:
 
 
 class Step:
-    """One term's view of a batch on behalf of one peer, its owner."""
+    """One term's view of a batch, on behalf of one peer.
+
+    Whatever belongs to another peer comes detached.
+
+    Args:
+        batch: the batch as all peers have seen it.
+        owner: the peer's name.
+        term: the term's name.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Point, Step
+        >>> from peerbayes.terms import Batch, Output
+        >>> outputs, images = {}, torch.zeros(2, 4)
+        >>> for name in ("a", "b"):
+        ...     peer = Point(torch.nn.Linear(4, 3))
+        ...     outputs[name] = Output(peer, peer.centre(), peer(images, peer.centre()), features={})
+        >>> step = Step(Batch(torch.tensor([0, 2]), outputs, {}, 100, 2, 0.0), owner="a", term="mutual")
+        >>> step.others("a"), step.logits("a").requires_grad, step.logits("b").requires_grad
+        (['b'], True, False)
+    """
 
     def __init__(self, batch: Batch, owner: str, term: str) -> None:
         self._batch = batch
@@ -89,18 +133,18 @@ class Step:
         return list(self._batch.outputs)
 
     def others(self, peer: str) -> list[str]:
-        """Return the names of the other peers; whatever is asked about them comes detached."""
+        """Return the names of the other peers; all that is theirs comes detached."""
         return [name for name in self._batch.outputs if name != peer]
 
     def members(self, peer: str) -> int:
-        """Return how many members a peer has, each with rows of its own; 1 for all but rank-one posteriors."""
+        """Return the number of a peer's members, each with its own rows; 1 for all but rank-one posteriors."""
         return len(self._batch.outputs[peer].logits) // len(self._batch.labels)
 
     def logits(self, peer: str) -> Tensor:
-        """Return logits (B, C); (M·B, C) of a peer with M members, those of the first member first.
+        """Return logits (B, C); (M·B, C) for a peer with M members, those of the first member first.
 
-        Another peer's come in as many rows as the own ones: of log-probabilities that are averaged over its members if
-        it has not as many.
+        Another peer's logits have as many rows as those of the step's own peer: if the numbers of members differ, they
+        are log-probabilities averaged over its members.
         """
         logits, mine = self._batch.outputs[peer].logits, self.members(self._owner)
         if (theirs := self.members(peer)) != mine:
@@ -110,13 +154,18 @@ class Step:
         return self._guard(peer, logits)
 
     def teachers(self) -> Tensor:
-        """Return the logits of all teachers, (M, B, C), which do not learn."""
+        """Return the logits of all teachers, (M, B, C), without gradient."""
         if self._batch.teachers is None:
             raise InputError("needs teachers, but the recipe has none; add a [teachers] table")
         return self._batch.teachers
 
     def features(self, peer: str, layer: str) -> Tensor:
-        """Return the output of a layer."""
+        """Return the output of a layer, (M·B, ...).
+
+        Args:
+            peer: the peer's name.
+            layer: the layer's name.
+        """
         return self._guard(peer, self._batch.outputs[peer].features[layer])
 
     def weights(self, peer: str) -> Tensor:
@@ -133,16 +182,31 @@ class Step:
         return self._guard(peer, output.posterior.std if output.weights.std is None else output.weights.std)
 
     def kl(self, peer: str, reduction: Reduction = "sum") -> Tensor:
-        """Return KL(posterior ‖ prior), reduced as `Posterior.kl` says. A scalar."""
+        """Return KL(posterior ‖ prior) in nats, a scalar.
+
+        Args:
+            peer: the peer's name.
+            reduction: see `Posterior.kl`.
+        """
         output = self._batch.outputs[peer]
         return self._guard(peer, output.posterior.kl(reduction, output.weights))
 
     def layer_mean_sum(self, peer: str, values: Tensor) -> Tensor:
-        """Return Σ_l mean_{i∈l} values_i over the Bayesian tensors of a peer, for values of shape (size,)."""
+        """Return Σ_l mean_{i∈l} values_i over the Bayesian tensors l of a peer, a scalar.
+
+        Args:
+            peer: the peer's name.
+            values: by weight, flat (size,).
+        """
         return self._batch.outputs[peer].posterior.layer_mean_sum(values)
 
     def same_shapes(self, peer: str, other: str) -> None:
-        """Refuse two peers whose Bayesian tensors differ in name or shape."""
+        """Check that the Bayesian tensors of two peers have the same names and shapes.
+
+        Args:
+            peer: the peer's name.
+            other: the other's name.
+        """
         mine = self._batch.outputs[peer].posterior.layout.shapes
         theirs = self._batch.outputs[other].posterior.layout.shapes
         if mine == theirs:
@@ -155,14 +219,19 @@ class Step:
                 )
 
     def need_scales(self, why: str, *peers: str) -> None:
-        """Refuse peers whose weights have no scales: points. ``why`` says what needs them."""
+        """Check that the weights of peers have scales, which points have not.
+
+        Args:
+            why: what needs them; begins the error.
+            peers: their names.
+        """
         for peer in peers:
             if not self._batch.outputs[peer].posterior.has_scales:
                 raise InputError(f"{why} needs Bayesian peers, but '{peer}' is a point")
 
     def module(self, peer: str) -> nn.Module:
-        """Return this term's trainable helper for its own peer; what others made with theirs comes by `derived`."""
-        if peer != self._owner:  # a module cannot be handed out detached
+        """Return this term's trainable helper for its own peer; for another peer's results see `derived`."""
+        if peer != self._owner:  # a module cannot be detached
             raise InputError(
                 f"peer '{self._owner}' asked for the helper of peer '{peer}'; use step.derived for what that "
                 "peer makes with it"
@@ -170,7 +239,13 @@ class Step:
         return self._batch.modules[self._term, peer]
 
     def derived(self, peer: str, key: str, make: Callable[[Step], Tensor]) -> Tensor:
-        """Return ``make(step of that peer)``, computed once a batch; detached for all but that peer's terms."""
+        """Return ``make(step of that peer)``, computed once a batch; detached for all but that peer's terms.
+
+        Args:
+            peer: the peer's name.
+            key: names the result among those of this term.
+            make: computes it of a step that belongs to ``peer``.
+        """
         cache = self._batch.outputs[peer].derived
         name = f"{self._term}/{key}"
         if name not in cache:
@@ -178,18 +253,28 @@ class Step:
         return self._guard(peer, cache[name])
 
     def whole_batch(self, rows: Tensor) -> Tensor:
-        """Return the rows (B, ...) of all processes that share a batch, where that is asked for; else as they are.
+        """Gather the rows (B, ...) of all processes that share a batch, if the run asks for it; else return them.
 
         For terms that compare images with each other.
         """
         return rows if self._batch.gather is None else self._batch.gather(rows)
 
     def note(self, name: str, value: Tensor) -> None:
-        """Log a figure beside the term's value."""
+        """Log a figure next to the term's value.
+
+        Args:
+            name: of the figure; the term's name is put before it.
+            value: a scalar.
+        """
         self._batch.notes[self._owner, f"{self._term}.{name}"] = value.detach()
 
     def average(self, peer: str, pairwise: Callable[[str], Tensor]) -> Tensor:
-        """Return the mean of ``pairwise(other)`` over the other peers; 0 for a peer alone."""
+        """Return the mean of ``pairwise(other)`` over the other peers; 0 for a single peer.
+
+        Args:
+            peer: the peer's name.
+            pairwise: of another peer's name makes a scalar.
+        """
         values = [pairwise(other) for other in self.others(peer)]
         return torch.stack(values).mean() if values else self.labels.new_zeros((), dtype=torch.float32)
 

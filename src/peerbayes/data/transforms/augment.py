@@ -1,4 +1,4 @@
-"""Augmentation of a whole batch on its own device, addressed so that it can be replayed.
+"""Augment whole batches on their own device, by addressed randomness that can be replayed.
 
 Every function maps images (B, C, H, W) and an address to images of the same dtype. The numbers of image ``i``
 depend on the address and on ``first + i`` only, not on the size of the batch, so that ``first`` makes part of a
@@ -18,7 +18,7 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-LUMA = (0.299, 0.587, 0.114)  # what red, green and blue are to the brightness, by ITU-R 601
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in the brightness, by ITU-R 601
 SCALE = (0.08, 1.0)  # areas of a random resized crop, as a share of the image
 RATIO = (3 / 4, 4 / 3)  # its width / height
 _TRIES = 10  # its candidates, before it falls back to the centre
@@ -50,7 +50,7 @@ def _shifted(images: Tensor, address: Address, padding: int, first: int, reflect
 
 
 def crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
-    """Pad with zeros and cut a window of the original size at a uniform place; exact pixel moves.
+    """Pad with zeros and cut a window of the original size at a uniform position; pixels move exactly.
 
     Args:
         images: (B, C, H, W), any dtype.
@@ -63,7 +63,14 @@ def crop(images: Tensor, address: Address, padding: int | None = None, first: in
 
 
 def reflect_crop(images: Tensor, address: Address, padding: int | None = None, first: int = 0) -> Tensor:
-    """Like :func:`crop`, padding with the mirrored image (the border pixel is not repeated)."""
+    """Crop as :func:`crop` does, padding with the mirrored image (the border pixel is not repeated).
+
+    Args:
+        images: (B, C, H, W), any dtype.
+        address: where the offsets come from.
+        padding: pixels on each side; by default as in :func:`crop`.
+        first: number of the first image.
+    """
     padding = _padding(images) if padding is None else padding
     if padding >= min(images.shape[-2:]):
         raise InputError(f"augmentation 'reflect_crop': padding {padding} needs images larger than that, "
@@ -72,7 +79,13 @@ def reflect_crop(images: Tensor, address: Address, padding: int | None = None, f
 
 
 def flip(images: Tensor, address: Address, first: int = 0) -> Tensor:
-    """Mirror each image left to right with probability 1/2; exact pixel moves, any dtype."""
+    """Mirror each image left to right with probability 1/2; pixels move exactly.
+
+    Args:
+        images: (B, C, H, W), any dtype.
+        address: where the coin flips come from.
+        first: number of the first image.
+    """
     mirrored = noise.bits(address, images.shape[0], images.device, first) < 0
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
@@ -104,7 +117,14 @@ def rotate(images: Tensor, address: Address, degrees: float = 15.0, first: int =
 
 
 def box_numbers(address: Address, count: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return the uniform numbers that random boxes are made of, (count, 22); a row depends on its number alone."""
+    """Return the uniform numbers that random boxes are made of, (count, 22); each row depends on its number alone.
+
+    Args:
+        address: where the numbers come from.
+        count: rows.
+        device: where they are made.
+        first: number of the first row.
+    """
 
     def drawn(stream: str, times: int) -> Tensor:
         return noise.uniform(address.sub(stream), count * times, device, first * times).view(count, times)
@@ -113,11 +133,16 @@ def box_numbers(address: Address, count: int, device: torch.device, first: int =
 
 
 def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, left, height, width of the random box of one image, by a row of `box_numbers`.
+    """Return top, left, height and width of an image's random box, in pixels.
 
     Its share of the area is uniform on ``SCALE`` and log(w / h) uniform on log(``RATIO``), given that the box fits: the
     first of ten candidates that fits is taken. Where none does it is the largest box at the centre whose shape is in
     ``RATIO``.
+
+    Args:
+        numbers: a row of `box_numbers`.
+        height: of the image.
+        width: of the image.
     """
     for area, shape in zip(numbers[:_TRIES], numbers[_TRIES:]):
         area = (SCALE[0] + (SCALE[1] - SCALE[0]) * area) * (height * width)
@@ -125,12 +150,12 @@ def box(numbers: Sequence[float], height: int, width: int) -> tuple[int, int, in
         tall, wide = max(1, round(math.sqrt(area / aspect))), max(1, round(math.sqrt(area * aspect)))
         if tall <= height and wide <= width:
             return int(numbers[-2] * (height - tall + 1)), int(numbers[-1] * (width - wide + 1)), tall, wide
-    tall, wide = _longest(height, width, RATIO)
+    tall, wide = _largest_box(height, width, RATIO)
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def _longest(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
-    # Of a thin image no whole pixels may have that shape: then it is all of it.
+def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
+    # A thin image may have no box of that shape in whole pixels: then take all of it.
     return min(height, round(width / ratio[0]) or height), min(width, round(height * ratio[1]) or width)
 
 
@@ -152,7 +177,7 @@ def _boxes(
     fits = (tall <= height) & (wide <= width)
     earliest = fits.int().argmax(dim=1, keepdim=True)
     some = fits.any(dim=1)
-    tallest, widest = _longest(height, width, ratio)
+    tallest, widest = _largest_box(height, width, ratio)
     tall = torch.where(some, tall.gather(1, earliest).squeeze(1), tallest)
     wide = torch.where(some, wide.gather(1, earliest).squeeze(1), widest)
     top = torch.where(some, (down.squeeze(1) * (height - tall + 1)).floor_(), (height - tallest) // 2)
@@ -168,7 +193,7 @@ def resized_crop(
     size: int | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Cut a box of random area, shape and place, and resize it bilinearly.
+    """Cut a box of random area, shape and position, and resize it bilinearly.
 
     Image files are cut as they are decoded, from all that they hold: see `FolderSplit.crops`.
 
@@ -201,7 +226,7 @@ def _grey(images: Tensor) -> Tensor:
     return LUMA[0] * images[:, :1] + LUMA[1] * images[:, 1:2] + LUMA[2] * images[:, 2:]
 
 
-def _turned(images: Tensor, turn: Tensor) -> Tensor:
+def _shift_hue(images: Tensor, turn: Tensor) -> Tensor:
     # The hue of HSV moved by ``turn`` (B,), a share of the circle; saturation and value stay.
     red, green, blue = images.split(1, dim=1)
     value = images.amax(1, keepdim=True)
@@ -245,7 +270,7 @@ def color_jitter(
     factors = [
         (noise.uniform(address.sub(name), count, device, first) * 2 - 1) * spread for name, spread in spreads.items()
     ]
-    # Each draws a place in the queue: the rank of its 64 bits.
+    # Random order: each change is ranked by its 64 random bits.
     queue = noise.bits(address.sub("order"), 4 * count, device, 4 * first).view(count, 4, 1)
     turn = (queue > queue.transpose(1, 2)).sum(2)  # (B, 4)
     hue_turn = turn[:, 3]
@@ -258,12 +283,12 @@ def color_jitter(
         base = mine[1] * grey.mean((2, 3), keepdim=True) + mine[2] * grey
         return (x + (x - base) * more).clamp(0, limit)
 
-    # An image has three blends, of which some are before its hue: the others leave it as it is.
+    # Of the three blends of an image some come before its hue; the others do nothing here.
     result = images.float()
     for now in (0, 1, 2):
         result = blend(result, now, before=True)
     if channels == 3:
-        result = _turned(result, factors[3])
+        result = _shift_hue(result, factors[3])
     for now in (1, 2, 3):
         result = blend(result, now, before=False)
     return result.to(images.dtype) if images.is_floating_point() else result.round_().to(images.dtype)
@@ -287,6 +312,16 @@ def augment(images: Tensor, names: Sequence[str], address: Address, first: int =
         names: any of ``AUGMENTATIONS``.
         address: the step's address; the same address gives the same images.
         first: number of the first image, where these are part of a batch.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import AUGMENTATIONS, augment
+        >>> images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
+        >>> augment(images, ["crop", "flip"], Address(0, "data", "augment")).shape
+        torch.Size([4, 3, 32, 32])
+        >>> list(AUGMENTATIONS)
+        ['crop', 'reflect_crop', 'flip', 'rotate', 'resized_crop', 'color_jitter']
     """
     for name in names:
         if name not in AUGMENTATIONS:

@@ -1,4 +1,4 @@
-"""Noise of a batch of images: what image ``i`` gets depends on the address and on ``first + i`` only."""
+"""Generate noise for a batch: that of image ``i`` depends on the address and on ``first + i`` only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from torch import Tensor
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-_FEW = 16.0  # expected number up to which a Poisson number is counted out
+_FEW = 16.0  # largest rate at which the distribution function is summed
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the noise of a batch comes from: ``count`` images, the first of which is number ``first`` of a data set."""
+    """Noise for a batch of images.
+
+    Args:
+        address: where the noise belongs.
+        first: number of the first image within the data set.
+        count: images.
+        device: where the noise is made.
+    """
 
     address: Address
     first: int
@@ -24,13 +31,23 @@ class Source:
     device: torch.device
 
     def uniform(self, stream: str, *shape: int) -> Tensor:
-        """Return numbers of this shape for each image, uniform on (0, 1)."""
+        """Return numbers uniform on (0, 1), (count, *shape).
+
+        Args:
+            stream: names the noise below the address.
+            shape: of one image's numbers.
+        """
         size = math.prod(shape)
         flat = noise.uniform(self.address.sub(stream), self.count * size, self.device, self.first * size)
         return flat.view(self.count, *shape)
 
     def normal(self, stream: str, *shape: int) -> Tensor:
-        """Return numbers of this shape for each image, standard normal."""
+        """Return standard normal numbers, (count, *shape).
+
+        Args:
+            stream: names the noise below the address.
+            shape: of one image's numbers.
+        """
         return to_normal(self.uniform(stream, *shape))
 
 
@@ -43,7 +60,12 @@ def to_normal(uniform: Tensor) -> Tensor:
 
 
 def poisson(rate: Tensor, uniform: Tensor) -> Tensor:
-    """Return Poisson numbers from uniform ones by the inverse distribution function; above 16, by its expansion."""
+    """Return Poisson numbers from uniform ones by the inverse distribution function; above 16, by its expansion.
+
+    Args:
+        rate: expected numbers.
+        uniform: numbers on (0, 1), in the shape of ``rate``.
+    """
     few = rate.clamp_max(_FEW)
     term = torch.exp(-few)
     below, number = term.clone(), torch.zeros_like(few)

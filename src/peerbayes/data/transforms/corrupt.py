@@ -1,4 +1,4 @@
-"""Common corruptions of images, made on their own device and addressed.
+"""Corrupt images in common ways, on their own device and by addressed randomness.
 
 The 19 types, their 5 severities and their parameters are those of CIFAR-10-C (Hendrycks and Dietterich, 2019), written
 anew from the definitions. A higher severity is not always the larger change there, nor here: `motion_blur` is as strong
@@ -65,23 +65,23 @@ def _speckle_noise(x: Tensor, severity: int, source: Source) -> Tensor:
 # ---- blur ---------------------------------------------------------------------------------------------------------
 
 
-def _grow(x: Tensor) -> float:
+def _relative_size(x: Tensor) -> float:
     return min(x.shape[-2:]) / 32
 
 
-def _evenly(blurred_noise: Tensor, x: Tensor) -> Tensor:
+def _restore_strength(blurred_noise: Tensor, x: Tensor) -> Tensor:
     """Return noise as strong as in small images: a blur that is so much wider leaves so much less of it."""
-    return blurred_noise * max(1.0, _grow(x))
+    return blurred_noise * max(1.0, _relative_size(x))
 
 
 def _gaussian_blur(x: Tensor, severity: int, _: Source) -> Tensor:
-    return blurred(x, (0.4, 0.6, 0.7, 0.8, 1.0)[severity] * _grow(x))
+    return blurred(x, (0.4, 0.6, 0.7, 0.8, 1.0)[severity] * _relative_size(x))
 
 
 def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
     # The pixels of a disc, softened by a Gaussian of that width (over neighbours only, in images of 32 pixels).
     radius, soft = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity]
-    radius, soft, near = radius * _grow(x), soft * _grow(x), max(1, round(_grow(x)))
+    radius, soft, near = radius * _relative_size(x), soft * _relative_size(x), max(1, round(_relative_size(x)))
     reach = int(radius) + near
     along = torch.arange(-reach, reach + 1, device=x.device, dtype=x.dtype)
     disc = (along[:, None].square() + along.square() <= radius**2).to(x.dtype)
@@ -94,7 +94,7 @@ def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
 def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     # Between two slight blurs each pixel, borders apart, shows itself or a neighbour above or on the left.
     sigma, times = ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2))[severity]
-    sigma, reach = sigma * _grow(x), max(1, round(_grow(x)))
+    sigma, reach = sigma * _relative_size(x), max(1, round(_relative_size(x)))
     x = blurred(x, sigma)
     height, width = x.shape[-2:]
     rows, columns = places(x)
@@ -102,15 +102,15 @@ def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     for turn in range(times):
         shift = (source.uniform(f"shift{turn}", 2, height, width) * (2 * reach)).floor() - reach
         down, right = (shift * inner).unbind(1)
-        place = (rows + down).clamp(0, height - 1) * width + (columns + right).clamp(0, width - 1)
-        x = x.flatten(2).gather(2, place.long().flatten(1)[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
+        pixel = (rows + down).clamp(0, height - 1) * width + (columns + right).clamp(0, width - 1)
+        x = x.flatten(2).gather(2, pixel.long().flatten(1)[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
     return blurred(x, sigma)
 
 
 def _motion_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     radius, sigma = ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5))[severity]
     angle = (source.uniform("angle") * 2 - 1) * (math.pi / 4)
-    return streaked(x, angle, sigma * _grow(x), 2 * math.ceil(radius * _grow(x)) + 1)
+    return streaked(x, angle, sigma * _relative_size(x), 2 * math.ceil(radius * _relative_size(x)) + 1)
 
 
 def _zoom_blur(x: Tensor, severity: int, _: Source) -> Tensor:
@@ -128,7 +128,7 @@ def _colour(x: Tensor, *values: float) -> Tensor:
 
 
 def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
-    """Fractal noise (N, 1, H, W) in [0, 1] by diamonds and squares: decay² less of it at half the distance."""
+    """Return fractal noise (N, 1, H, W) in [0, 1] by diamonds and squares: decay² less of it at half the distance."""
     height, width = x.shape[-2:]
     size = 2 ** math.ceil(math.log2(max(height, width)))
     whole = torch.zeros(len(x), 1, size, size, device=x.device)
@@ -137,18 +137,18 @@ def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
         half = step // 2
         corners = whole[..., ::step, ::step]
         pairs = corners + corners.roll(-1, 2)
-        whole[..., half::step, half::step] = _middle(source, f"squares{step}", pairs + pairs.roll(-1, 3), strength)
+        whole[..., half::step, half::step] = _midpoints(source, f"squares{step}", pairs + pairs.roll(-1, 3), strength)
         middles = whole[..., half::step, half::step]
         upper = middles + middles.roll(1, 2) + corners + corners.roll(-1, 3)
         left = middles + middles.roll(1, 3) + corners + corners.roll(-1, 2)
-        whole[..., ::step, half::step] = _middle(source, f"upper{step}", upper, strength)
-        whole[..., half::step, ::step] = _middle(source, f"left{step}", left, strength)
+        whole[..., ::step, half::step] = _midpoints(source, f"upper{step}", upper, strength)
+        whole[..., half::step, ::step] = _midpoints(source, f"left{step}", left, strength)
         step, strength = half, strength / decay**2
     low, high = whole.amin((1, 2, 3), keepdim=True), whole.amax((1, 2, 3), keepdim=True)
     return ((whole - low) / (high - low))[..., :height, :width]
 
 
-def _middle(source: Source, stream: str, four: Tensor, strength: float) -> Tensor:
+def _midpoints(source: Source, stream: str, four: Tensor, strength: float) -> Tensor:
     """Return the means of four neighbours each, from their sums, with noise."""
     return four / 4 + strength * (2 * source.uniform(stream, *four.shape[1:]) - 1)
 
@@ -188,10 +188,10 @@ def _snow(x: Tensor, severity: int, source: Source) -> Tensor:
         (0.30, 0.3, 1.25, 0.65, 14, 12.0, 0.80),
     )[severity]
     flakes = mean + deviation * source.normal("flakes", 1, *x.shape[-2:])
-    flakes = zoomed(flakes, max(1.0, size * _grow(x)))
+    flakes = zoomed(flakes, max(1.0, size * _relative_size(x)))
     flakes = torch.where(flakes < least, 0.0, flakes.clamp(0, 1))
     angle = -(0.25 + 0.5 * source.uniform("angle")) * math.pi
-    flakes = streaked(flakes, angle, sigma * _grow(x), 2 * math.ceil(radius * _grow(x)) + 1)
+    flakes = streaked(flakes, angle, sigma * _relative_size(x), 2 * math.ceil(radius * _relative_size(x)) + 1)
     grey = (x * _colour(x, *LUMA)).sum(1, keepdim=True) if x.shape[1] == 3 else x
     pale = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5)
     return pale + flakes + flakes.rot90(2, (2, 3))
@@ -209,10 +209,12 @@ def _spatter(x: Tensor, severity: int, source: Source) -> Tensor:
         (0.65, 0.1, 0.7, 0.69),
         (0.65, 0.1, 0.5, 0.68),
     )[severity]
-    liquid = mean + deviation * _evenly(blurred(source.normal("drops", 1, *x.shape[-2:]), sigma * _grow(x)), x)
+    liquid = mean + deviation * _restore_strength(
+        blurred(source.normal("drops", 1, *x.shape[-2:]), sigma * _relative_size(x)), x
+    )
     if severity < 3:
-        return x + 0.5 * _sheen(torch.where(liquid < least, 0.0, liquid), _grow(x)) * _colour(x, *_WATER)
-    cover = blurred((liquid > least).to(x.dtype), 0.6 * _grow(x))
+        return x + 0.5 * _sheen(torch.where(liquid < least, 0.0, liquid), _relative_size(x)) * _colour(x, *_WATER)
+    cover = blurred((liquid > least).to(x.dtype), 0.6 * _relative_size(x))
     cover = torch.where(cover < 0.8, 0.0, cover)
     return x + cover * (_colour(x, *_MUD) - x)
 
@@ -268,7 +270,7 @@ def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
     ]
     height, width = x.shape[-2:]
     side = 2 * (min(height, width) // 3)
-    moved = (source.uniform("corners", 3, 2) * 2 - 1) * (near * _grow(x))
+    moved = (source.uniform("corners", 3, 2) * 2 - 1) * (near * _relative_size(x))
     here, below, beside = moved.unbind(1)
     (a, c), (b, d) = ((to - here).div(side).unbind(1) for to in (below, beside))  # the map's matrix, less one
     a, d = a + 1, d + 1
@@ -280,8 +282,8 @@ def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
     x = sampled(x, top + d * down - b * right, left + a * right - c * down, "reflection")
     if strength == 0:
         return x
-    field = blurred(source.uniform("field", 2, height, width) * 2 - 1, sigma * _grow(x), 3.0, "mirror")
-    field = _evenly(field, x) * (strength * _grow(x))
+    field = blurred(source.uniform("field", 2, height, width) * 2 - 1, sigma * _relative_size(x), 3.0, "mirror")
+    field = _restore_strength(field, x) * (strength * _relative_size(x))
     return sampled(x, rows + field[:, 0], columns + field[:, 1], "reflection")
 
 
@@ -293,7 +295,7 @@ def _pixelate(x: Tensor, severity: int, _: Source) -> Tensor:
 
 def _boxes(size: int, fewer: int, device: torch.device) -> Tensor:
     """Return the matrix (size, size) that makes each pixel of a line the mean of those in its of ``fewer`` parts."""
-    twice = torch.arange(size, device=device) * 2 + 1  # the middles of the pixels, twice as far
+    twice = torch.arange(size, device=device) * 2 + 1  # twice the centres of the pixels
     mine = (twice * fewer + 2 * size - 1) // (2 * size) - 1  # a middle between two parts is averaged in the first ...
     shown = twice * fewer // (2 * size)  # ... and shows the second
     chosen = (mine == shown[:, None]).float()
@@ -325,7 +327,7 @@ CORRUPTIONS: dict[str, Callable[[Tensor, int, Source], Tensor]] = {
     "spatter": _spatter,
     "saturate": _saturate,
 }
-COMMON = tuple(CORRUPTIONS)[:15]  # what averages over "all corruptions" are taken over; the other four are extra
+COMMON = tuple(CORRUPTIONS)[:15]  # averages over "all corruptions" use these; the other four are extra
 
 
 def corrupt(images: Tensor, name: str, severity: int, address: Address, first: int = 0) -> Tensor:
@@ -338,13 +340,23 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
         severity: 1 to 5.
         address: where the noise comes from; the same address gives the same images.
         first: number of the first image, where these are part of a data set.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import CORRUPTIONS, corrupt
+        >>> images = torch.full((2, 3, 32, 32), 0.5)
+        >>> corrupt(images, "brightness", severity=3, address=Address(0, "data", "corrupt"))[0, 0, 0, :2]
+        tensor([0.6500, 0.6500])
+        >>> len(CORRUPTIONS)
+        19
     """
     check_choice(name, severity)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or min(images.shape[-2:]) < _SMALLEST:
         raise InputError(f"images have shape {tuple(images.shape)}: expected (N, 3, H, W) or (N, 1, H, W) of at least "
                          f"{_SMALLEST} pixels a side")  # fmt: skip
     if name == "saturate" and images.shape[1] == 1:
-        raise InputError("corruption 'saturate' changes colours, which grey images have not")
+        raise InputError("corruption 'saturate' needs colour images, but these are grey")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise InputError(f"images have type {images.dtype}: expected uint8, or float in [0, 1]")
     source = Source(address.sub(name), first, len(images), images.device)
@@ -353,7 +365,12 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
 
 
 def check_choice(name: str, severity: int) -> None:
-    """Refuse a type or a severity that there is not."""
+    """Check that a type and a severity exist.
+
+    Args:
+        name: the type.
+        severity: 1 to 5.
+    """
     if name not in CORRUPTIONS:
         raise InputError(f"unknown corruption '{name}'{nearest(name, CORRUPTIONS)}")
     if severity not in range(1, SEVERITIES + 1):

@@ -1,4 +1,4 @@
-"""Filters of images (N, C, H, W) on their own device: blurs, edges, and values between pixels."""
+"""Filter images (N, C, H, W) on their own device: blurs, edges, and values between pixels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ from torch.nn import functional as F
 
 
 def convolved(x: Tensor, kernel: Tensor, border: str = "replicate") -> Tensor:
-    """Convolve each channel with (h, w), odd; the border repeated ("replicate") or mirrored ("reflect")."""
+    """Convolve each channel with a kernel.
+
+    Args:
+        x: images (N, C, H, W).
+        kernel: (h, w), both odd.
+        border: ``"replicate"`` repeats the border, ``"reflect"`` mirrors the image.
+    """
     rows, columns = kernel.shape
     padded = F.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2), mode=border)
     return F.conv2d(padded, kernel.expand(x.shape[1], 1, rows, columns), groups=x.shape[1])
 
 
 def blurred(x: Tensor, sigma: float, truncate: float = 4.0, border: str = "nearest") -> Tensor:
-    """Gaussian filter, cut off at ``truncate`` σ; beyond the border the nearest pixel ("nearest"), or a mirror."""
+    """Apply a Gaussian filter.
+
+    Args:
+        x: images (N, C, H, W).
+        sigma: standard deviation in pixels.
+        truncate: standard deviations at which the filter is cut off.
+        border: what lies beyond: ``"nearest"`` pixel or ``"mirror"``.
+    """
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return x
@@ -35,7 +48,14 @@ def blurred(x: Tensor, sigma: float, truncate: float = 4.0, border: str = "neare
 
 
 def sampled(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") -> Tensor:
-    """Bilinear values at pixel coordinates that broadcast to (N, H, W); the border repeated, or "reflection"."""
+    """Return bilinear values at pixel coordinates, (N, C, H, W).
+
+    Args:
+        x: images (N, C, H, W).
+        rows: row coordinates that broadcast to (N, H, W).
+        columns: column coordinates that broadcast to (N, H, W).
+        border: what lies beyond: ``"border"`` pixel or ``"reflection"``.
+    """
     height, width = x.shape[-2:]
     shape = (len(x), height, width)
     grid = torch.stack([((2 * columns + 1) / width - 1).expand(shape), ((2 * rows + 1) / height - 1).expand(shape)], -1)
@@ -43,7 +63,14 @@ def sampled(x: Tensor, rows: Tensor, columns: Tensor, border: str = "border") ->
 
 
 def streaked(x: Tensor, angle: Tensor, sigma: float, reach: int) -> Tensor:
-    """Blur along a line of whole pixels at an angle (N,), to one side: weights exp(−k²/(2σ²)), k = 0 … reach − 1."""
+    """Blur along a line of whole pixels, to one side, with weights exp(−k²/(2σ²)), k = 0 … reach − 1.
+
+    Args:
+        x: images (N, C, H, W).
+        angle: of the line, (N,), in radians.
+        sigma: σ.
+        reach: pixels of the line.
+    """
     rows, columns = places(x)
     weights = [math.exp(-((k / sigma) ** 2) / 2) for k in range(reach)]
     sin, cos = angle.sin()[:, None, None], angle.cos()[:, None, None]
@@ -54,19 +81,29 @@ def streaked(x: Tensor, angle: Tensor, sigma: float, reach: int) -> Tensor:
 
 
 def zoomed(x: Tensor, factor: float) -> Tensor:
-    """Enlarge the middle, cut out in whole pixels, until its corners come to lie on or beyond the image's."""
+    """Enlarge the middle, cut out in whole pixels, until its corners reach those of the image.
 
-    def at(size: int, place: Tensor) -> Tensor:
+    Args:
+        x: images (N, C, H, W).
+        factor: 1 or more.
+    """
+
+    def at(size: int, position: Tensor) -> Tensor:
         part = math.ceil(size / factor)
-        full = math.floor(part * factor + 0.5)  # pixels that it is enlarged to, of which those in the middle are kept
-        return (size - part) // 2 + (place + (full - size) // 2) * ((part - 1) / (full - 1))
+        full = math.floor(part * factor + 0.5)  # pixels after enlarging, of which the middle ones are kept
+        return (size - part) // 2 + (position + (full - size) // 2) * ((part - 1) / (full - 1))
 
     rows, columns = places(x)
     return sampled(x, at(x.shape[-2], rows), at(x.shape[-1], columns))
 
 
 def edges(x: Tensor, least: float) -> Tensor:
-    """Return where Sobel's gradient (L1) exceeds ``least`` and its neighbours along it, (N, 1, H, W): Canny's edges."""
+    """Return Canny's edges, a mask (N, 1, H, W): Sobel's gradient (L1) exceeds ``least`` and its neighbours along it.
+
+    Args:
+        x: grey images (N, 1, H, W).
+        least: threshold of the gradient.
+    """
     slope = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]], device=x.device)
     right, down = convolved(x, slope), convolved(x, slope.T)
     steep = right.abs() + down.abs()
@@ -87,7 +124,12 @@ def edges(x: Tensor, least: float) -> Tensor:
 
 
 def distances(marked: Tensor, most: int) -> Tensor:
-    """Return the distance of each pixel to the nearest marked one, in pixels, at most ``most``."""
+    """Return the distance of each pixel to the nearest marked one, in pixels.
+
+    Args:
+        marked: a mask (N, C, H, W).
+        most: upper bound of the distances.
+    """
     squares = torch.where(marked, 0.0, float(most**2))
     for axis in (2, 3):
         size = squares.shape[axis]
@@ -98,7 +140,13 @@ def distances(marked: Tensor, most: int) -> Tensor:
 
 
 def enlarged(x: Tensor, height: int, width: int) -> Tensor:
-    """Bilinear values at another size."""
+    """Resize bilinearly.
+
+    Args:
+        x: images (N, C, H, W).
+        height: of the result.
+        width: of the result.
+    """
     return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
 
 

@@ -1,4 +1,4 @@
-"""What a JPEG file keeps of images, on their own device."""
+"""Apply the loss of JPEG compression to images, on their own device."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""Public names have examples, which pytest collects, and functions of two or more arguments say what these are."""
+
+import doctest
+import importlib
+import inspect
+import types
+from pathlib import Path
+
+import pytest
+
+import peerbayes
+
+ROOT = Path(peerbayes.__file__).parent
+# Modules with public names: those of their `__all__`, or those defined there.
+MODULES = ["peerbayes", *(f"peerbayes.{room}" for room in ("codebook", "data", "metrics", "networks", "posteriors"))]
+MODULES += ["peerbayes.reports", "peerbayes.terms"]
+MODULES += [f"peerbayes.math.{name}" for name in ("dirichlet", "divergences", "gaussians", "simplex")]
+INTERNAL = {"along", "check_pair"}  # of math, for its own modules
+# Names without an example yet; one that has got an example must go.
+WITHOUT_EXAMPLE = {
+    *("Address", "ArraySplit", "ConsoleReporter", "Dataset", "Feed", "FolderSplit", "MeanField"),
+    *("Posterior", "Prediction", "Recipe", "Reporter", "Run", "Split", "Weights", "augmented_batch"),
+    *("batches", "compress", "conv_and_linear", "data_root", "differences", "distill", "evaluate", "feed", "fit"),
+    *("from_arrays", "load", "load_corrupted", "load_images", "load_outside", "load_recipe", "load_texts"),
+    *("data.load", "data.names", "order", "predict_inputs", "sizes", "text_table", "train", "write_report"),
+}
+# Rooms whose public functions all have an `Args:` section where they take two or more arguments.
+ROOMS = ["errors.py", "lazy.py", "importing.py", "schema.py", "math/di*.py", "math/gaussians.py", "math/simplex.py"]
+ROOMS += [
+    f"{room}/*.py" for room in ("networks", "data/transforms", "metrics", "terms", "codebook", "studies", "bench")
+]
+ROOMS += ["data/vocabulary.py", "inference/early_stopping.py", "inference/folding.py", "kernels/launch.py"]
+ROOMS += [f"posteriors/{name}.py" for name in ("factors", "layout", "point", "rank_one", "storage")]
+
+
+def public(module_name):
+    """Yield the public names of a module and what they stand for, but for modules, constants and aliases."""
+    module = importlib.import_module(module_name)
+    defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    for name in getattr(module, "__all__", [name for name in defined if not name.startswith("_")]):
+        value = getattr(module, name)
+        if (inspect.isclass(value) or isinstance(value, types.FunctionType)) and name not in INTERNAL:
+            yield name, value
+
+
+def key_of(value):
+    """Return a name; `load` and `names` are several functions, so those of data go by their full names."""
+    several = value.__module__ == "peerbayes.data.dataset" and value.__name__ in ("load", "names")
+    return f"data.{value.__name__}" if several else value.__name__
+
+
+PUBLIC = {f"{value.__module__}.{value.__qualname__}": value for module in MODULES for _, value in public(module)}
+
+
+def has_example(value):
+    """Return whether a docstring has an example whose output is compared with something."""
+    return any(example.want for example in doctest.DocTestParser().get_examples(value.__doc__ or ""))
+
+
+def test_there_are_names():
+    assert len(PUBLIC) > 120
+    assert {key_of(value) for value in PUBLIC.values()} >= WITHOUT_EXAMPLE
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_has_an_example(name):
+    assert has_example(PUBLIC[name]) == (key_of(PUBLIC[name]) not in WITHOUT_EXAMPLE)
+
+
+def test_examples_are_compared():
+    def with_output():
+        """
+        >>> 1 + 1
+        2
+        """
+
+    def without_output():
+        """
+        >>> import math
+        """
+
+    assert has_example(with_output)
+    assert not has_example(without_output)
+    assert not has_example(lambda: 0)
+
+
+def test_examples_are_collected(pytestconfig):
+    assert pytestconfig.getoption("doctestmodules")
+    assert "src" in pytestconfig.getini("testpaths")
+
+
+def takes_many(function):
+    """Return whether a caller gives a function two arguments or more."""
+    return len([name for name in inspect.signature(function).parameters if name not in ("self", "cls")]) >= 2
+
+
+def functions_of(module):
+    """Yield the public functions and methods that a module defines, by name."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, types.FunctionType):
+            yield name, value
+        elif inspect.isclass(value):
+            for method, inner in vars(value).items():
+                inner = inspect.unwrap(getattr(inner, "__func__", inner))
+                if isinstance(inner, types.FunctionType) and not method.startswith("_") and method != "forward":
+                    yield f"{name}.{method}", inner
+
+
+def without_args(module):
+    """Return the functions of two or more arguments that do not say what these are."""
+    described = (pair for pair in functions_of(module) if takes_many(pair[1]))
+    return [name for name, function in described if "Args:" not in (function.__doc__ or "")]
+
+
+@pytest.mark.parametrize("pattern", ROOMS)
+def test_functions_of_several_arguments_describe_them(pattern):
+    paths = [path for path in ROOT.glob(pattern) if path.name != "__init__.py"]
+    assert paths
+    for path in paths:
+        module = importlib.import_module(".".join(("peerbayes", *path.relative_to(ROOT).with_suffix("").parts)))
+        assert without_args(module) == []
+
+
+def test_a_function_without_args_is_seen():
+    module = types.ModuleType("made")
+    lines = ['def both(a, b): "Add."', 'def single(a): "Pass."', "class C:", "    def f(self, a, b): pass"]
+    exec("\n".join(lines), vars(module))
+    assert without_args(module) == ["both", "C.f"]
