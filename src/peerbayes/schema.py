@@ -86,6 +86,10 @@ def _sentence(error: ValidationError, given: Any) -> str:
         return f"{place} {fault['msg']}" if place else str(fault["msg"])
     if fault["type"] == "missing":
         return f"'{place}' is missing"
+    if fault["type"] == "union_tag_invalid":
+        kind, given = fault["ctx"]["discriminator"].strip("'"), fault["ctx"]["tag"]
+        known = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"{place}.{kind}: there is no {kind} '{given}'{nearest(given, known)}"
     message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
     text = f"{place}: " * bool(place) + message[0].lower() + message[1:]
     # Sentences of our own name what was given; a whole table would drown the message.

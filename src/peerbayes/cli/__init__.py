@@ -67,6 +67,14 @@ def _spoken_warnings() -> Iterator[None]:
         yield
 
 
+def _help_of(error: Any, words: list[str]) -> str:
+    """Return what an option is for that was given without its value."""
+    option = getattr(error, "option_name", None)
+    verb = getattr(typer.main.get_command(app), "commands", {}).get(words[0]) if option and words else None
+    told = [parameter.help for parameter in getattr(verb, "params", ()) if option in parameter.opts]
+    return f" {told[0]}" if told and told[0] else ""
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
@@ -94,6 +102,6 @@ def main(arguments: list[str] | None = None) -> Any:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
-        words = error.format_message()
+        words = error.format_message() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
         print(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", file=sys.stderr)
         sys.exit(2)

@@ -150,8 +150,17 @@ def build(name: str, inputs: Inputs) -> nn.Module:
     if ":" in name:
         return _from_user(name, inputs)
     if name not in _NETWORKS:
-        raise InputError(f"there is no network '{name}'{nearest(name, [*_NETWORKS, 'timm/NAME'])}")
+        raise InputError(f"there is no network '{name}'{_like(name)}")
     return _NETWORKS[name](inputs)
+
+
+def _like(name: str) -> str:
+    """Return a hint at the network that was meant: one of timm's, or the nearest of ours."""
+    try:
+        import timm
+    except ImportError:
+        return nearest(name, [*_NETWORKS, "timm/NAME"])
+    return f"; did you mean 'timm/{name}'?" if timm.is_model(name) else nearest(name, [*_NETWORKS, "timm/NAME"])
 
 
 def names() -> list[str]:

@@ -98,7 +98,12 @@ def changes_of(recipe: Recipe) -> list[str]:
     """
     if recipe.name not in packaged():
         return []
-    return list(_lines([], load_recipe(recipe.name).model_dump(), recipe.model_dump()))
+    return changes_between(load_recipe(recipe.name), recipe)
+
+
+def changes_between(before: Recipe, after: Recipe) -> list[str]:
+    """Return the lines that `--set` makes one recipe of another with."""
+    return list(_lines([], before.model_dump(), after.model_dump()))
 
 
 def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
@@ -247,7 +252,32 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
         raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
     parts = keys(path)
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
+    if parts[0] not in Recipe.model_fields and (meant := _meant(parts, table)):
+        raise InputError(f"{origin}: --set {override}: there is no key '{path}'{meant}")
     _put(table, parts, _value(text), f"{origin}: --set {override}")
+
+
+def _meant(parts: Sequence[str], table: Mapping[str, Any]) -> str:
+    try:
+        return keys_meant(parts, Recipe.parse(table, ""))
+    except InputError:  # it is not whole before it has been changed
+        return ""
+
+
+def keys_meant(parts: Sequence[str], recipe: Recipe) -> str:
+    """Return ``"; did you mean 'stages.*.epochs'?"`` for the last parts of a key; "" where no key ends in them."""
+    ends = [path for path in dict.fromkeys(_paths((), recipe.model_dump())) if path[-len(parts) :] == tuple(parts)]
+    meant = [f"'{'.'.join(path)}'" for path in ends[:3]]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _paths(above: tuple[str, ...], node: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the keys of all tables and values, with ``*`` for the place in a list of tables."""
+    pairs = node.items() if isinstance(node, dict) else (("*", one) for one in node if isinstance(one, dict))
+    for key, value in pairs:
+        yield (*above, key)
+        if isinstance(value, dict | list):
+            yield from _paths((*above, key), value)
 
 
 def _value(text: str) -> Any:

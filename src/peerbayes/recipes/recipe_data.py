@@ -34,7 +34,10 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
     except InputError as error:
         raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
-        raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
+        raise InputError(
+            f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}: "
+            f"--set data.classes={loaded.classes} takes them, or --data instead of data.name"
+        )
     return loaded
 
 

@@ -178,6 +178,13 @@ class Peer(Strict):
     posterior: Annotated[PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions, Field(discriminator="kind")]
     start_from: str | None = None
 
+    @field_validator("posterior", mode="before")
+    @classmethod
+    def _kind_by_its_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") in ("bayesian", "gaussian", "variational"):
+            raise ValueError(f"there is no kind '{given['kind']}'; did you mean 'mean_field', a Gaussian a weight?")
+        return given
+
     @model_validator(mode="after")
     def _anchor_is_given(self) -> Peer:
         if self.network == CUSTOM:  # which comes with its anchor, or its codebook
