@@ -143,8 +143,21 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     return built
 
 
+AUTO = "auto"
+SMALL = 64  # images with shorter sides are small
+
+
+def for_inputs(inputs: Inputs) -> str:
+    """Return the name of the network that ``auto`` stands for: by the size of images, and one for texts."""
+    if inputs.tokens:
+        return "fasttext"
+    side = min(inputs.shape[1:])
+    return "resnet8" if side < 16 else "resnet20" if side <= SMALL else "timm/resnet18"
+
+
 def build(name: str, inputs: Inputs) -> nn.Module:
-    """Build a network: ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``."""
+    """Build a network: ``auto``, ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``."""
+    name = for_inputs(inputs) if name == AUTO else name
     if name.startswith("timm/"):
         return Normalized(timm_network(name.removeprefix("timm/"), inputs), inputs)
     if ":" in name:
@@ -165,4 +178,4 @@ def _like(name: str) -> str:
 
 def names() -> list[str]:
     """Return the names of the library's own networks."""
-    return sorted(_NETWORKS)
+    return sorted([AUTO, *_NETWORKS])

@@ -19,8 +19,9 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.recipes.matrix import expand
-from peerbayes.recipes.settings import Data, Evaluation, Peer, Stage, TeacherOptions
+from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
 
 
@@ -31,6 +32,7 @@ class Recipe(Strict):
         name: the recipe's own name; filled in when it is loaded.
         title: what it trains, in a sentence.
         reproduces: which row of which table of a paper, if it does.
+        stages: in their order; without any the peers are evaluated as they start.
         method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
         update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
             before it after their update.
@@ -45,7 +47,7 @@ class Recipe(Strict):
     data: Data = Data()
     teachers: TeacherOptions | None = None
     peers: Annotated[list[Peer], Field(min_length=1)]
-    stages: Annotated[list[Stage], Field(min_length=1)]
+    stages: list[Stage]
     update: Literal["simultaneous", "sequential"] = "simultaneous"
     gradient_share_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = "epoch"
     evaluation: Evaluation = Evaluation()
@@ -55,6 +57,15 @@ class Recipe(Strict):
         names = [peer.name for peer in self.peers]
         if len(set(names)) < len(names):
             raise ValueError(f"peers must have different names ({', '.join(names)})")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> Recipe:
+        for peer in self.peers if not self.stages else ():
+            if peer.start_from is None and peer.network != CUSTOM:
+                raise ValueError(
+                    f"stages are empty, and peer '{peer.name}' has no start_from: nothing was learnt by it"
+                )
         return self
 
     @property
@@ -143,14 +154,14 @@ def _toml_key(key: str) -> str:
 
 def _told(value: str) -> str:
     path = Path(value)
-    kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
+    kept = 2 if is_checkpoint(path) else 1  # all weights files have names alike
     return "/".join(path.parts[-kept:]) if path.is_absolute() else value
 
 
 def is_recipe(source: str) -> bool:
     """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
     path = Path(source).expanduser()
-    return source in packaged() or (path.is_file() and path.suffix != ".safetensors")
+    return source in packaged() or (path.is_file() and not is_checkpoint(path))
 
 
 @functools.cache
@@ -158,7 +169,9 @@ def packaged() -> Mapping[str, Path]:
     """Return the recipes that come with the library by name (``mutual/digits-ours``), and the files that hold them."""
     root = _package() / "recipes"
     alone = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.toml")}
-    return MappingProxyType(dict(sorted({**alone, **{name: path for name, (path, _) in _rows().items()}}.items())))
+    every = {**alone, **{name: path for name, (path, _) in _rows().items()}}
+    # Those that are named by what one wants come first.
+    return MappingProxyType(dict(sorted(every.items(), key=lambda item: ("/" in item[0], item[0]))))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.recipes.settings import Peer
@@ -216,7 +217,7 @@ class _Resolver:
             elif given is not None:
                 if is_trained(given.folder):
                     found[peer.name] = self.node(self._completed(given))
-            elif source.endswith(".safetensors") and Path(source).is_file():
+            elif is_checkpoint(source) and Path(source).is_file():
                 found[peer.name] = Path(source)
             elif is_trained(Path(source)):
                 found[peer.name] = only_weights(Run(source), peer)
@@ -230,10 +231,10 @@ class _Resolver:
         if source is None:
             return None
         path = Path(source)
-        folder = (path.parent if source.endswith(".safetensors") else path).resolve()
+        folder = (path.parent if is_checkpoint(source) else path).resolve()
         if folder in self._wanted and folder != job.folder.resolve():
             return self.node(self._wanted[folder])
-        if source.endswith(".safetensors"):
+        if is_checkpoint(source):
             return path
         if (path / "recipe.toml").is_file():
             return only_weights(Run(path), peer)
@@ -434,7 +435,7 @@ def folder_of(parent: Parent) -> Path:
     if isinstance(parent, Node):
         return parent.folder
     assert isinstance(parent, Path)
-    return parent.parent if parent.suffix == ".safetensors" else parent
+    return parent.parent if is_checkpoint(parent) else parent
 
 
 def lineage_depth(node: Node) -> int:
