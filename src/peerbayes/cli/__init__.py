@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from peerbayes import __version__
-from peerbayes.cli.learn import compress, distill, sweep, train
+from peerbayes.cli.learn import adopt, compress, distill, sweep, train
 from peerbayes.cli.look import evaluate, figure, predict, recipes, size
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, TrainingError
@@ -25,7 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-GOES_ON = dict.fromkeys(("train", "distill", "compress"), "; --resume goes on from the last checkpoint, if any")
+GOES_ON = dict.fromkeys(
+    ("train", "adopt", "distill", "compress"), "; --resume goes on from the last checkpoint, if any"
+)
 GOES_ON["sweep"] = "; the same command goes on"
 
 
@@ -44,7 +46,7 @@ def _options(
     pass
 
 
-for _verb in (demo, recipes, train, distill, compress, evaluate, predict, size, sweep, figure, bench):
+for _verb in (demo, recipes, train, adopt, distill, compress, evaluate, predict, size, sweep, figure, bench):
     app.command()(_verb)
 
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from peerbayes.runs.run import Run
 
 
+DATA_HELP = "An image folder, texts (.csv, .json), an .npz file, or the name of a data set."
+
+
 class Placement(enum.Enum):
     """Placements by name."""
 
@@ -168,6 +171,74 @@ def _train_and_show(
     if failed:
         raise typer.Exit(1)
     return finished
+
+
+def adopt(
+    checkpoint: Annotated[Path, typer.Argument(help="Trained weights: a .safetensors, .pt or .pth file.")],
+    data: Annotated[str, typer.Option(help=DATA_HELP)],
+    network: Annotated[
+        str | None, typer.Option(help="The network that they are of: timm/NAME, or mymodule:build.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of all runs.", show_default="runs/adopted-NAME")] = None,
+    peers: Annotated[int, typer.Option(help="2 for two networks that teach each other, too.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each run.")] = 5,
+    extra_epochs: Annotated[
+        bool, typer.Option("--extra-epochs", help="Also train the plain network as many more epochs.")
+    ] = False,
+    width: Annotated[
+        list[float] | None,
+        typer.Option(help="Width of scales to try; may be repeated.", show_default="0.05, 0.1, 0.2"),
+    ] = None,
+    new_head: Annotated[
+        bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
+    ] = False,
+    corrupted: Annotated[
+        str, typer.Option(help="Judge images corrupted, too: mixed, made (75 times as many), a folder, or none.")
+    ] = "mixed",
+    seed: Seed = 0,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    changes: Changes = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    checkpoint_every: CheckpointEvery = None,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
+    from peerbayes import adopting
+    from peerbayes.runs.execution import How
+
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how["checkpoint_every"] = checkpoint_every
+    settings: dict[str, Any] = {
+        "name": network,
+        "peers": peers,
+        "epochs": epochs,
+        "extra_epochs": extra_epochs,
+        "widths": tuple(width) if width else adopting.WIDTHS,
+        "new_head": new_head,
+        "seed": seed,
+        "overrides": changes,
+    }
+    if dry_run:
+        folder = run or adopting.default_adopted(checkpoint)
+        adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        return
+    found = adopting.adopt(
+        checkpoint,
+        data=data,
+        run=run,
+        corrupted=None if corrupted == "none" else corrupted,
+        resume=resume,
+        reporter=reporter(quiet),
+        **settings,
+        **how,
+    )
+    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
 
 
 def distill(

@@ -93,6 +93,34 @@ class Recipe(Strict):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
+def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
+    """Return a recipe that takes so many epochs in all: stages, milestones, warm-up and schedules in proportion."""
+    if not isinstance(epochs, int) or epochs < len(recipe.stages):
+        raise InputError(f"epochs is {epochs!r}, expected at least {len(recipe.stages)}, one a stage of {recipe.name}")
+    table, ratio = recipe.model_dump(exclude_none=True), epochs / max(1, recipe.epochs)
+    begun = scaled = 0
+    for place, stage in enumerate(table["stages"]):
+        begun += stage["epochs"]
+        left = len(table["stages"]) - place - 1  # each of them keeps one
+        stage["epochs"] = min(max(1, round(begun * ratio) - scaled), epochs - scaled - left)
+        scaled += stage["epochs"]
+        stage["warmup"] *= ratio
+        stage["lr_milestones"] = sorted({max(1, round(one * ratio)) for one in stage["lr_milestones"]})
+        for options in stage["terms"].values():
+            _scale_schedules(options, ratio)
+    return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def _scale_schedules(options: dict[str, Any], ratio: float) -> None:
+    for key, value in options.items():
+        if key in ("anneal", "epochs") and isinstance(value, int | float) and value:
+            options[key] = max(1, round(value * ratio)) if isinstance(value, int) else value * ratio
+        elif key == "at":
+            options[key] = [max(1, round(epoch * ratio)) for epoch in value]
+        elif isinstance(value, dict):
+            _scale_schedules(value, ratio)
+
+
 def _hash(table: Mapping[str, Any]) -> str:
     return hashlib.blake2b(tomli_w.dumps(table).encode(), digest_size=4).hexdigest()
 
