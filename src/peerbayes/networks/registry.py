@@ -150,7 +150,7 @@ SMALL = 64  # images with shorter sides are small
 def for_inputs(inputs: Inputs) -> str:
     """Return the name of the network that ``auto`` stands for: by the size of images, and one for texts."""
     if inputs.tokens:
-        return "fasttext"
+        return "fasttext100"
     side = min(inputs.shape[1:])
     return "resnet8" if side < 16 else "resnet20" if side <= SMALL else "timm/resnet18"
 

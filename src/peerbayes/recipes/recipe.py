@@ -113,10 +113,10 @@ def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
 
 def _scale_schedules(options: dict[str, Any], ratio: float) -> None:
     for key, value in options.items():
-        if key in ("anneal", "epochs") and isinstance(value, int | float) and value:
-            options[key] = max(1, round(value * ratio)) if isinstance(value, int) else value * ratio
+        if key in ("anneal", "epochs"):
+            options[key] = value * ratio
         elif key == "at":
-            options[key] = [max(1, round(epoch * ratio)) for epoch in value]
+            options[key] = [epoch * ratio for epoch in value]
         elif isinstance(value, dict):
             _scale_schedules(value, ratio)
 

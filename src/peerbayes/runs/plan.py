@@ -21,6 +21,7 @@ from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.recipes.settings import Peer
 from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
 
+TEACHERS = "teachers"  # what a student's network, and its start, may be called
 DATA_KEYS = {"name", "classes", "validation", "size", "stats", "text"}  # what a source must have in common with its run
 
 
@@ -329,11 +330,24 @@ class _Resolver:
             for source in recipe.teachers.runs
         ]
         for peer in table["peers"]:
-            if peer["network"] == "teachers":
+            if peer["network"] == TEACHERS:
                 peer["network"] = next(iter(taught.values()), known[0].peers[0]).network
+            if peer.get("start_from") == TEACHERS:
+                self._start_from_teacher(peer, recipe.teachers.runs[0], taught)
             if peer["posterior"].get("members") == 0:
                 peer["posterior"]["members"] = count
         return Recipe.parse(table, f"recipe {recipe.name}")
+
+    def _start_from_teacher(self, peer: dict[str, Any], source: str, taught: Mapping[tuple[str, str], Peer]) -> None:
+        """Let a student start from the first teacher's means, if that has the same network."""
+        name, network = next((teacher.name, teacher.network) for teacher in taught.values())
+        path = Path(source).expanduser()
+        if network != peer["network"]:
+            del peer["start_from"]
+        elif (path / "recipe.toml").is_file():
+            peer["start_from"] = str((path / f"weights-{name}.safetensors").resolve())
+        else:
+            peer["start_from"] = str(path.resolve()) if path.exists() else source
 
     def _recipe_of_teacher(self, source: str, path: Path, folder: Path) -> Recipe:
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
