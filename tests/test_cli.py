@@ -291,6 +291,28 @@ BAD_SETTINGS = {
     "pickled start": (change("peers.0.start_from=no.pt"), "start_from 'no.pt' is neither"),
     "unknown device": (["--device", "abacus"], "device 'abacus' can't be used: "),
     "absent device": (["--device", "cuda:99"], "device 'cuda:99' can't be used: "),
+    "device by another name": (
+        ["--device", "gpu"],
+        "can't be used: expected cpu, cuda, cuda:1, ... or auto; did you mean 'cuda'?",
+    ),
+    "end of a key": (
+        change("epochs=2"),
+        "small.toml: --set epochs=2: there is no key 'epochs'; did you mean 'stages.*.epochs'?",
+    ),
+    "end of several keys": (change("prior_std=2"), "did you mean 'peers.*.posterior.prior_std'?"),
+    "key of a peer": (change("network=mlp"), "there is no key 'network'; did you mean 'peers.*.network'?"),
+    "network of timm": (
+        change("peers.0.network=efficientnet_b0"),
+        "there is no network 'efficientnet_b0'; did you mean 'timm/efficientnet_b0'?",
+    ),
+    "posterior in words": (
+        change("peers.0.posterior.kind=bayesian"),
+        "peers.0.posterior: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a weight?",
+    ),
+    "unknown posterior": (
+        change("peers.0.posterior.kind=meanfield"),
+        "peers.0.posterior.kind: there is no kind 'meanfield'; did you mean 'mean_field'?",
+    ),
     "bad seeds": (["--seeds", "0,one"], "seeds '0,one': expected whole numbers"),
     "empty seeds": (["--seeds", ""], "seeds '': expected whole numbers"),
     "seeds twice": (["--seeds", "1,1"], "seeds '1,1': a seed stands there twice"),
@@ -359,7 +381,10 @@ def test_recipe_for_ten_classes_refuses_a_hundred(tmp_path, capsys):
     path = bad_data("hundred classes", tmp_path)
     run = tmp_path / "run"
     found = refused(capsys, "train", "mutual/digits-dnn", "--run", run, *QUIET, *change(f"data.name={path}"))
-    assert found == "the recipe is for 10 classes, but hundred has 100"
+    assert found == (
+        "the recipe is for 10 classes, but hundred has 100: --set data.classes=100 takes them, or --data instead of "
+        "data.name"
+    )
     assert not run.exists()
 
 
@@ -392,7 +417,14 @@ def test_other_seed_or_recipe_on_resume_is_refused(place, trained, capsys):
     words = ("--run", run, "--resume", *QUIET)
     assert "holds a run of seed 0, not 3" in refused(capsys, "train", place / "small.toml", "--seed", 3, *words)
     found = refused(capsys, "train", place / "small.toml", *words, *change("stages.0.epochs=9"))
-    assert "holds a run of another recipe ('Small'), or with other settings" in found
+    there, here = "stages.0.epochs=2 there", "stages.0.epochs=9 here"
+    assert found == (
+        f"{run}: holds a run of small with other settings: {there}, {here}; give those, or choose another folder"
+    )
+    found = refused(capsys, "train", place / "other.toml", *words)
+    assert found == (
+        f"{run}: holds a run of another recipe, small ('Small'), not other; name that one, or choose another folder"
+    )
 
 
 @pytest.fixture
@@ -552,6 +584,16 @@ def test_a_real_process_fails_in_one_line(tmp_path):
 )
 def test_a_wrong_command_line_is_one_sentence(capsys, words):
     assert refused(capsys, *words).endswith("see --help")
+
+
+def test_an_option_without_its_value_says_what_it_is_for(capsys):
+    found = refused(capsys, "train", "x", "--seeds")
+    assert found == "Option '--seeds' requires an argument. Several seeds, such as 0,1,2; a run each; see --help"
+
+
+def test_the_end_of_a_key_is_enough_to_be_told_the_whole(capsys, place):
+    found = refused(capsys, "sweep", place / "small.toml", "--over", "lr=0.1,0.2", *QUIET)
+    assert found == "--over lr: there is no key 'lr'; did you mean 'stages.*.optimizer.lr'?"
 
 
 @pytest.mark.parametrize("words", [["show"], ["frob", "mutual/ours"], ["list", "mutual/ours"], ["show", "a", "b"]])

@@ -34,6 +34,7 @@ ROOMS = [
     "reports",
     "papers",
     "studies",
+    "adopting",
     "demo",
     "bench",
     "cli",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         terms,
         training,
     )
+    from peerbayes.adopting import Adopted, adopt
     from peerbayes.api.compressing import compress
     from peerbayes.api.distilling import distill
     from peerbayes.api.fitting import fit, train
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adopted": "adopting",
     "Address": "math.noise",
     "ConsoleReporter": "training.reporters",
     "InputError": "errors",
@@ -61,6 +63,7 @@ _HOMES = {
     "Shared": "codebook.shared",
     "Step": "terms.step",
     "Weights": "posteriors.base",
+    "adopt": "adopting",
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
@@ -88,6 +91,7 @@ _MOVED = install()
 
 __all__ = [
     "Address",
+    "Adopted",
     "ConsoleReporter",
     "InputError",
     "MeanField",
@@ -102,6 +106,7 @@ __all__ = [
     "Shared",
     "Step",
     "Weights",
+    "adopt",
     "codebook",
     "compress",
     "data",

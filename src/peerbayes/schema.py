@@ -100,6 +100,10 @@ def _sentence(error: ValidationError, given: Any) -> str:
         return f"{location} {fault['msg']}" if location else str(fault["msg"])
     if fault["type"] == "missing":
         return f"'{location}' is missing"
+    if fault["type"] == "union_tag_invalid":
+        kind, given = fault["ctx"]["discriminator"].strip("'"), fault["ctx"]["tag"]
+        known = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"{location}.{kind}: there is no {kind} '{given}'{nearest(given, known)}"
     message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
     text = f"{location}: " * bool(location) + message[0].lower() + message[1:]
     # Our own sentences name the value; a whole table would drown the message.

@@ -77,6 +77,16 @@ def test_steps_come_in_the_order_in_which_they_were_made(found):
     ]
 
 
+def test_a_chain_may_begin_with_weights_from_elsewhere(chain, tmp_path):
+    state = run_of(chain, "dnn")["net"].materialise().state_dict()
+    save_file(state, tmp_path / "theirs.safetensors")
+    changes = [f"peers.0.start_from={tmp_path / 'theirs.safetensors'}", "evaluation.out_of_distribution=[]"]
+    scaled = load_recipe(run_of(chain, "scaled").recipe, changes)
+    run = train(scaled, tmp_path / "scaled", device="cpu")
+    (steps,) = [one["steps"] for one in pipeline([run.folder], device="cpu")["chains"]]
+    assert [step["method"] for step in steps] == ["scaled"]
+
+
 def test_peers_that_taught_nobody_are_not_shown(chain, tmp_path):
     peers = run_of(chain, "peers")
     recipe = [f"teachers.runs=['{peers.folder}']", "teachers.peers=['two']", "stages.0.epochs=1"]

@@ -397,7 +397,7 @@ def test_another_seed_or_recipe_is_refused(place, copied):
     with pytest.raises(InputError, match="holds a run of seed 0, not 1"):
         resume(place, copied, seed=1)
     other = load_recipe(place / "all.toml", ["stages.0.terms.mutual.temperature=2"])
-    with pytest.raises(InputError, match="holds a run of another recipe"):
+    with pytest.raises(InputError, match=r"with other settings: stages\.0\.terms\.mutual\.temperature=3\.0 there"):
         resume(place, copied, recipe=other)
 
 

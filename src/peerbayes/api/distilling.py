@@ -18,11 +18,12 @@ from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.settings import Peer
 from peerbayes.runs.execution import refuse_unknown
-from peerbayes.runs.plan import check_seed
+from peerbayes.runs.plan import TEACHERS, check_seed
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
 
-RECIPE = "distillation/latentbe"
+ENSEMBLE, ALONE = "distillation/latentbe", "distil"  # recipes for several teachers, and for one Bayesian one
 Teacher = Posterior | Run | str | Path
 
 
@@ -32,7 +33,7 @@ def distill(
     *,
     data: str | Path | Dataset | None = None,
     run: str | Path | None = None,
-    recipe: str | Path | Recipe = RECIPE,
+    recipe: str | Path | Recipe | None = None,
     overrides: str | Sequence[str] = (),
     **how: Any,
 ) -> nn.Module:
@@ -45,7 +46,8 @@ def distill(
         data: a data set, or what `peerbayes.data.load` takes: what the teachers have seen, or more of its kind. By
             default the data of the first run among the teachers, or that one of them is a peer of.
         run: the run folder; by default ``runs/RECIPE-seedN``.
-        recipe: of the student; by default it has one rank-one member a teacher, and is their average.
+        recipe: of the student. By default that of several teachers has one rank-one member a teacher, and is their
+            average (``distillation/latentbe``); that of a single Bayesian one starts from its means (``distil``).
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
         how: what `fit` takes besides.
     """
@@ -54,7 +56,7 @@ def distill(
     overrides = listed(overrides)
     check_teacher_overrides(overrides)
     runs, found = _opened(teachers)
-    chosen = load_recipe(recipe)
+    chosen = load_recipe(_recipe_for(len(found), any(one.stochastic for one in found)) if recipe is None else recipe)
     if data is None:
         if not runs:
             raise InputError("`data` is required: no posterior was loaded from a run; name the data, or give a run")
@@ -83,7 +85,8 @@ def distill(
     elif kind.kind == "mean_field":
         student = MeanField(into, seed=how.get("seed", 0), name="student", **options)
     elif kind.kind == "point":
-        student = Point(into)
+        begins = chosen.peers[0].start_from == TEACHERS and _alike(found[0], into)
+        student = Point(into, start_from=found[0] if begins else None)
     else:
         raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
     run = run or default_folder(chosen.name, how.get("seed", 0))
@@ -92,6 +95,29 @@ def distill(
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
     save_networks(trained)
     return trained["student"].materialise()
+
+
+def _recipe_for(teachers: int, stochastic: bool) -> str:
+    return ALONE if teachers == 1 and stochastic else ENSEMBLE
+
+
+def _alike(teacher: Posterior, network: nn.Module) -> bool:
+    shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()}
+              for one in (teacher.materialise(), network)]  # fmt: skip
+    return shapes[0] == shapes[1]
+
+
+def default_recipe(runs: Sequence[str | Path]) -> str:
+    """Return the recipe that distils runs, or recipes, if no other is asked for."""
+    peers = [peer for run in map(str, runs) for peer in _peers_of(run)]
+    return _recipe_for(len(peers), any(Posterior.of_kind(one.posterior.kind).stochastic for one in peers))
+
+
+def _peers_of(run: str) -> list[Peer]:
+    if is_recipe(run) or not Path(run).expanduser().exists():
+        return list(load_recipe(run).peers) if is_recipe(run) else []
+    opened, names = peers_at(run)
+    return [peer for peer in opened.recipe.peers if peer.name in names]
 
 
 def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:

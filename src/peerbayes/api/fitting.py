@@ -6,16 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
+
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
+from peerbayes.networks.registry import AUTO
 from peerbayes.posteriors.base import Posterior
-from peerbayes.recipes.recipe import Recipe, listed, load_recipe
+from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
+from peerbayes.recipes.recipe_data import fitted_to, load_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import execute, train_jobs
-from peerbayes.runs.plan import Given, Job, resolve, with_full_paths
-from peerbayes.runs.run import Run, trained_into
+from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
+from peerbayes.runs.run import Run, default_folder, trained_into
 from peerbayes.training.reporters import Reporter
+
+PEERS, TEXT = "peers", "text"  # what is trained where nothing else is said
 
 
 def train(
@@ -40,16 +46,16 @@ def train(
         how: see `How`.
     """
     refuse_unknown(how, train)
-    job = Job(load_recipe(recipe, overrides), Path(run), seed)
+    job = job_for(recipe, run, seed, overrides=overrides, root=how.get("root"))
     return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
 
 def fit(
-    peers: Mapping[str, Posterior],
+    peers: Mapping[str, Posterior] | nn.Module,
     *,
     data: str | Path | Dataset,
-    recipe: str | Path | Recipe,
-    run: str | Path,
+    recipe: str | Path | Recipe | None = None,
+    run: str | Path | None = None,
     teachers: Sequence[Posterior] = (),
     seed: int = 0,
     overrides: str | Sequence[str] = (),
@@ -60,11 +66,12 @@ def fit(
     """Train your own posteriors by the stages of a recipe, where they are, or on a ``device``.
 
     Args:
-        peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
+        peers: posteriors by name; they are trained in place and take the place of the recipe's peers. Or a network:
+            the recipe's peers are made over it, all with its weights to begin with.
         data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
             takes the place of the recipe's.
-        recipe: a recipe, its name or its file.
-        run: the run folder.
+        recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
+        run: the run folder; by default that of the recipe and seed.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
@@ -73,8 +80,13 @@ def fit(
         how: see `How`.
     """
     refuse_unknown(how, fit)
-    _check_given(peers)
+    check_seed(seed)
     overrides = listed(overrides)
+    if recipe is None or run is None or isinstance(peers, nn.Module):
+        job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
+        recipe, run, overrides = job.recipe, job.folder, ()
+        peers = _made_over(peers, job) if isinstance(peers, nn.Module) else peers
+    _check_given(peers)
     check_teacher_overrides(overrides)
     teachers = [teachers] if isinstance(teachers, Posterior) else list(teachers)
     for teacher in cast(list[Any], teachers):
@@ -103,6 +115,47 @@ def fit(
     return done
 
 
+def job_for(
+    recipe: str | Path | Recipe | None,
+    run: str | Path | None,
+    seed: int = 0,
+    *,
+    data: str | Path | Dataset | None = None,
+    network: str | None = None,
+    epochs: int | None = None,
+    overrides: str | Sequence[str] = (),
+    root: str | Path | None = None,
+) -> Job:
+    """Return the job of a recipe on data of one's own; ``overrides`` have the last word.
+
+    Args:
+        recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
+        run: the run folder; by default that of the recipe and seed.
+        seed: of everything random.
+        data: in the place of the recipe's.
+        network: of all peers, in the place of the recipe's.
+        epochs: in all, see `over_epochs`.
+        overrides: changes of the recipe.
+        root: data root.
+    """
+    base = load_recipe(PEERS if recipe is None else recipe)
+    base = base if epochs is None else over_epochs(base, epochs)
+    table = base.model_dump(exclude_none=True)
+    if data is not None:
+        set_data(table, data)
+    for peer in table["peers"] if network is not None else ():
+        peer["network"] = network
+    chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
+    given = data if isinstance(data, Dataset) else None
+    if recipe is None or any(peer.network == AUTO for peer in chosen.peers):
+        loaded = given or load_data(chosen, root)
+        if recipe is None and loaded.vocabulary is not None:
+            return job_for(TEXT, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=root)
+        chosen, given = load_recipe(fitted_to(chosen, loaded), overrides), loaded
+    folder = Path(run) if run is not None else default_folder(base.name, seed)
+    return Job(chosen, folder, seed, Given(data=given))
+
+
 def set_data(table: dict[str, Any], data: Any) -> None:
     """Let a recipe's table name other data, of any number of classes."""
     if not isinstance(data, str | Path | Dataset):
@@ -110,6 +163,15 @@ def set_data(table: dict[str, Any], data: Any) -> None:
         raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
     table["data"].pop("classes", None)
     table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
+
+
+def _made_over(network: nn.Module, job: Job) -> dict[str, Posterior]:
+    """Return a recipe's peers over a network."""
+    made = {}
+    for peer in job.recipe.peers:
+        options = peer.posterior.model_dump(exclude={"kind"})
+        made[peer.name] = Posterior.of_kind(peer.posterior.kind)(network, seed=job.seed, name=peer.name, **options)
+    return made
 
 
 def check_teacher_overrides(overrides: Sequence[str]) -> None:

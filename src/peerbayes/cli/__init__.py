@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from peerbayes import __version__
-from peerbayes.cli.learn import compress, distill, sweep, train
+from peerbayes.cli.learn import adopt, compress, distill, sweep, train
 from peerbayes.cli.look import evaluate, figure, predict, recipes, size
 from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-RESUMED = ("train", "distill", "compress")
+RESUMED = ("train", "adopt", "distill", "compress")
 
 
 def _version(value: bool) -> None:
@@ -47,7 +47,7 @@ def _options(
     pass
 
 
-for _verb in (demo, recipes, train, distill, compress, evaluate, predict, size, sweep, figure, bench):
+for _verb in (demo, recipes, train, adopt, distill, compress, evaluate, predict, size, sweep, figure, bench):
     app.command()(_verb)
 
 
@@ -82,6 +82,14 @@ def _stopped(error: Stopped, words: list[str]) -> str:
     return f"{said}; --{notes[0]}" if verb in RESUMED else said
 
 
+def _help_of(error: Any, words: list[str]) -> str:
+    """Return what an option is for that was given without its value."""
+    option = getattr(error, "option_name", None)
+    verb = getattr(typer.main.get_command(app), "commands", {}).get(words[0]) if option and words else None
+    told = [parameter.help for parameter in getattr(verb, "params", ()) if option in parameter.opts]
+    return f" {told[0]}" if told and told[0] else ""
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
     try:
@@ -109,6 +117,6 @@ def main(arguments: list[str] | None = None) -> Any:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
-        words = error.format_message()
+        words = error.format_message() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
         say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
         sys.exit(2)

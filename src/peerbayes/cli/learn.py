@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from peerbayes.runs.run import Run
 
 
+DATA_HELP = "An image folder, texts (.csv, .json), an .npz file, or the name of a data set."
+
+
 class Placement(enum.Enum):
     """Placements by name."""
 
@@ -60,7 +63,25 @@ class Objective(enum.Enum):
 
 
 def train(
-    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names or TOML files of recipes.")],
+    recipes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE...]",
+            help="Names or TOML files of recipes.",
+            show_default="peers for images, text for texts, with --data",
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP, show_default="the recipe's")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="Network of all peers: timm/NAME, mymodule:build or one of ours.", show_default="the recipe's"
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Epochs in all; milestones and warm-up in proportion.", show_default="the recipe's"),
+    ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Seed = 0,
     seeds: Seeds = None,
@@ -90,29 +111,34 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train recipes into run folders, then judge them on the test split.
+    """Train recipes, or on --data the default one, into run folders; then judge them on the test split.
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
-    from peerbayes.recipes.recipe import load_recipe
-    from peerbayes.runs.plan import Job
+    from peerbayes.api.fitting import PEERS, job_for
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
+    if not recipes and data is None:
+        raise InputError(
+            "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
+        )
+    recipes = recipes or []
     if len(set(recipes)) < len(recipes):
         raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
     if seeds is not None and seed:
         raise InputError("--seed and --seeds exclude each other")
-    found = {recipe: load_recipe(recipe, changes) for recipe in recipes}
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
-    many = seeds is not None or len(found) > 1
+    many = seeds is not None or len(recipes) > 1
+    asked: dict[str, Any] = {"data": data, "network": network, "epochs": epochs, "overrides": changes}
     jobs = []
-    for name, recipe in found.items():
+    names: list[str | None] = [*recipes] or [None]
+    for name in names:
         for number in numbers:
-            folder = default_folder(name, number)
+            folder = default_folder(name or PEERS, number) if name is not None or many else None
             if run is not None:
-                folder = run / (folder.name if len(found) > 1 else f"seed{number}") if many else run
-            jobs.append(Job(recipe, folder, number))
+                folder = run / (folder.name if len(recipes) > 1 and folder else f"seed{number}") if many else run
+            jobs.append(job_for(name, folder, number, root=data_root, **asked))
     _train_and_show(
         jobs,
         many,
@@ -169,9 +195,83 @@ def _train_and_show(
     return finished
 
 
+def adopt(
+    checkpoint: Annotated[Path, typer.Argument(help="Trained weights: a .safetensors, .pt or .pth file.")],
+    data: Annotated[str, typer.Option(help=DATA_HELP)],
+    network: Annotated[
+        str | None, typer.Option(help="The network that they are of: timm/NAME, or mymodule:build.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of all runs.", show_default="runs/adopted-NAME")] = None,
+    peers: Annotated[int, typer.Option(help="2 for two networks that teach each other, too.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each run.")] = 5,
+    extra_epochs: Annotated[
+        bool, typer.Option("--extra-epochs", help="Also train the plain network as many more epochs.")
+    ] = False,
+    width: Annotated[
+        list[float] | None,
+        typer.Option(help="Width of scales to try; may be repeated.", show_default="0.05, 0.1, 0.2"),
+    ] = None,
+    new_head: Annotated[
+        bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
+    ] = False,
+    corrupted: Annotated[
+        str, typer.Option(help="Judge images corrupted, too: mixed, made (75 times as many), a folder, or none.")
+    ] = "mixed",
+    seed: Seed = 0,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    changes: Changes = [],  # noqa: B006
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    checkpoint_every: CheckpointEvery = None,
+    engine: AsInTrain = Engine.auto,
+    precision: PrecisionAsInTrain = Precision.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
+    from peerbayes import adopting
+    from peerbayes.runs.execution import How
+
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how["checkpoint_every"] = checkpoint_every
+    settings: dict[str, Any] = {
+        "name": network,
+        "peers": peers,
+        "epochs": epochs,
+        "extra_epochs": extra_epochs,
+        "widths": tuple(width) if width else adopting.WIDTHS,
+        "new_head": new_head,
+        "seed": seed,
+        "overrides": changes,
+    }
+    if dry_run:
+        folder = run or adopting.default_adopted(checkpoint)
+        adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        return
+    found = adopting.adopt(
+        checkpoint,
+        data=data,
+        run=run,
+        corrupted=None if corrupted == "none" else corrupted,
+        resume=resume,
+        reporter=reporter(quiet),
+        **settings,
+        **how,
+    )
+    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
+
+
 def distill(
     runs: Annotated[list[Path], typer.Argument(help="The teachers: trained runs, weights files of runs, or recipes.")],
-    into: Annotated[str, typer.Option(help="Recipe of the student; a name or TOML file.")] = "distillation/latentbe",
+    into: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe of the student; a name or TOML file.",
+            show_default="distil for one Bayesian network, distillation/latentbe for several teachers",
+        ),
+    ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Seed = 0,
     resume: Resume = False,
@@ -187,11 +287,12 @@ def distill(
     quiet: Quiet = False,
 ) -> None:
     """Distil trained runs into one plain network, on the data that they have learnt."""
-    from peerbayes.api.distilling import recipe_into, save_networks
+    from peerbayes.api.distilling import default_recipe, recipe_into, save_networks
     from peerbayes.runs.plan import Job
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
+    into = into or default_recipe(runs)
     recipe = recipe_into(into, runs, changes)
     job = Job(recipe, run or default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}

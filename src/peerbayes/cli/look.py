@@ -52,7 +52,7 @@ def evaluate(
         list[str] | None, typer.Option(help="A data set the peers should be unsure of; may be repeated.")
     ] = None,
     corrupted: Annotated[
-        str | None, typer.Option(help="Also on corrupted images: 'made' here, or a folder of CIFAR-C arrays.")
+        str | None, typer.Option(help="Also on corrupted images: 'made', 'mixed' (each by one), or CIFAR-C's folder.")
     ] = None,
     averaged: Annotated[
         bool,

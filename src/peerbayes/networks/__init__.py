@@ -3,10 +3,21 @@
 from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer
 from peerbayes.networks.pretrained import starting_point
-from peerbayes.networks.registry import Inputs, Normalize, Normalized, WordVectors, build, names, network
+from peerbayes.networks.registry import (
+    AUTO,
+    Inputs,
+    Normalize,
+    Normalized,
+    WordVectors,
+    build,
+    for_inputs,
+    names,
+    network,
+)
 from peerbayes.networks.text import SequenceClassifier
 
 __all__ = [
+    "AUTO",
     "Inputs",
     "Normalize",
     "Normalized",
@@ -15,6 +26,7 @@ __all__ = [
     "build",
     "capture",
     "find_layer",
+    "for_inputs",
     "googlenet",
     "mlp",
     "names",

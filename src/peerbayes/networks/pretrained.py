@@ -6,50 +6,69 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
+from peerbayes.networks.checkpoint import fitted, read_checkpoint, under_names
 from peerbayes.networks.registry import Inputs, Normalized, timm_network
 
 
-def starting_point(name: str, inputs: Inputs, path: Path) -> nn.Module | Path:
-    """Return what a posterior over a network starts from, given a file of weights.
+def starting_point(
+    name: str, inputs: Inputs, path: Path, network: nn.Module, new_head: bool | None = None
+) -> nn.Module | Path | dict[str, Tensor]:
+    """Return what a posterior over ``network``, called ``name``, starts from, given a file of weights.
 
-    For ``timm/NAME`` and a safetensors file in timm's own names that is a network with the file's weights. Its head
-    stays as initialised if the file's has another number of classes; its normalisation is the one that timm notes for
-    the weights (for images of three channels), which `Posterior` takes over with the other tensors; position
-    embeddings are resampled where timm knows how. For anything else it is the path itself.
+    For a file that peerbayes has written it is the path itself, and for others their tensors; a head of another number
+    of classes is that of ``network`` with ``new_head``. For ``timm/NAME`` and a file in timm's own names it is a
+    network with the file's weights. Its head stays as initialised if the file's has another number of classes, unless
+    ``new_head`` is false; its normalisation is the one that timm notes for the weights (for images of three channels),
+    which `Posterior` takes over with the other tensors; position embeddings are resampled where timm knows how.
 
     Args:
         name: the network's name.
         inputs: classes, shape and channel statistics of the data.
         path: the file of weights.
+        network: the network that the posterior is over.
+        new_head: whether a head of another size is replaced; False refuses one, also of timm's files.
 
     Raises:
         InputError: the file is of another network.
 
     Example:
+        >>> import tempfile, torch
         >>> from pathlib import Path
-        >>> from peerbayes.networks import Inputs, starting_point
+        >>> from peerbayes.networks import Inputs, build, starting_point
         >>> inputs = Inputs(10, (3, 32, 32), (0.5,) * 3, (0.25,) * 3)
-        >>> starting_point("resnet8", inputs, Path("weights.safetensors")).name
-        'weights.safetensors'
+        >>> network = build("resnet8", inputs)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"state_dict": network.state_dict()}, path := Path(folder, "model.pt"))
+        ...     tensors = starting_point("resnet8", inputs, path, network)
+        >>> tensors.keys() == network.state_dict().keys()
+        True
     """
-    given = _tensors(path) if name.startswith("timm/") else None
-    if given is None or any(tensor.endswith("normalize.mean") for tensor in given):  # ours, or not readable
+    given = read_checkpoint(path)
+    if given is None:
         return path
+    if not name.startswith("timm/") or any(tensor.endswith("normalize.mean") for tensor in given):
+        return fitted(given, network, path, bool(new_head))
     import timm
 
     name = name.removeprefix("timm/")
     about = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if about is None:
-        return path
-    heads = (about.classifier,) if isinstance(about.classifier, str) else about.classifier or ()
+        return fitted(given, network, path, bool(new_head))
+    given = under_names(given, {tensor.removeprefix("network.") for tensor in network.state_dict()})
+    heads: tuple[str, ...] = (about.classifier,) if isinstance(about.classifier, str) else about.classifier or ()
     head_sizes = [given[f"{head}.weight"].shape[0] for head in heads if f"{head}.weight" in given]
+    classes = head_sizes[0] - (about.label_offset or 0) if head_sizes else inputs.classes
+    if new_head is False and classes != inputs.classes:
+        raise InputError(
+            f"{path}: tensor '{heads[0]}.weight' is a head of {classes} classes, but the data have {inputs.classes}; "
+            "--new-head begins a new head there"
+        )
     options: dict[str, Any] = {"state_dict": dict(given)}
     if head_sizes:
-        options["num_classes"] = head_sizes[0] - (about.label_offset or 0)
+        options["num_classes"] = classes
     try:
         inner = timm_network(name, inputs, pretrained=True, pretrained_cfg_overlay=options)
     except InputError as error:
@@ -65,11 +84,3 @@ def starting_point(name: str, inputs: Inputs, path: Path) -> nn.Module | Path:
     if inputs.shape[0] == 3:
         inputs = replace(inputs, mean=tuple(about.mean), std=tuple(about.std))
     return Normalized(inner, inputs)
-
-
-def _tensors(path: Path) -> dict[str, Tensor] | None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in list(file.keys())}
-    except (SafetensorError, OSError, ValueError):
-        return None  # whoever reads it reports what is wrong

@@ -198,11 +198,23 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     return built
 
 
+AUTO = "auto"
+SMALL = 64  # images with shorter sides are small
+
+
+def for_inputs(inputs: Inputs) -> str:
+    """Return the name of the network that ``auto`` stands for: by the size of images, and one for texts."""
+    if inputs.tokens:
+        return "fasttext100"
+    side = min(inputs.shape[1:])
+    return "resnet8" if side < 16 else "resnet20" if side <= SMALL else "timm/resnet18"
+
+
 def build(name: str, inputs: Inputs) -> nn.Module:
     """Build a network by name.
 
     Args:
-        name: ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``.
+        name: ``auto``, ``resnet20``, ``fasttext``, ``timm/resnet18`` or ``package.module:function``.
         inputs: classes, shape and statistics of the data.
 
     Raises:
@@ -215,13 +227,23 @@ def build(name: str, inputs: Inputs) -> nn.Module:
         >>> network(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
+    name = for_inputs(inputs) if name == AUTO else name
     if name.startswith("timm/"):
         return Normalized(timm_network(name.removeprefix("timm/"), inputs), inputs)
     if ":" in name:
         return _from_user(name, inputs)
     if name not in _NETWORKS:
-        raise InputError(f"there is no network '{name}'{nearest(name, [*_NETWORKS, 'timm/NAME'])}")
+        raise InputError(f"there is no network '{name}'{_like(name)}")
     return _NETWORKS[name](inputs)
+
+
+def _like(name: str) -> str:
+    """Return a hint at the network that was meant: one of timm's, or the nearest of ours."""
+    try:
+        import timm
+    except ImportError:
+        return nearest(name, [*_NETWORKS, "timm/NAME"])
+    return f"; did you mean 'timm/{name}'?" if timm.is_model(name) else nearest(name, [*_NETWORKS, "timm/NAME"])
 
 
 def names() -> list[str]:
@@ -232,4 +254,4 @@ def names() -> list[str]:
         >>> "resnet20" in names()
         True
     """
-    return sorted(_NETWORKS)
+    return sorted([AUTO, *_NETWORKS])

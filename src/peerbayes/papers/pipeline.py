@@ -70,6 +70,8 @@ def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[st
     found: dict[Path, tuple[Run, list[str]]] = {}
     for source, teachers in wanted:
         assert not isinstance(source, Posterior)  # which only plans made from Python have
+        if isinstance(source, Path) and source.is_file() and not (source.parent / "recipe.toml").is_file():
+            continue  # weights of elsewhere: the chain begins with what was made of them
         with within(f"a step before {run.folder}"):
             before, names = peers_at(source.folder if isinstance(source, Node) else source)
         taken = [name for name in names if teachers is None or teachers.has(name)]

@@ -19,8 +19,9 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.recipes.matrix import expand
-from peerbayes.recipes.settings import Data, Evaluation, Peer, Stage, TeacherOptions
+from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
 
 DEPTH = 64  # parts of a key in a recipe's file
@@ -34,6 +35,7 @@ class Recipe(Strict):
         name: the recipe's own name; filled in when it is loaded.
         title: what it trains, in a sentence.
         reproduces: which row of which table of a paper, if it does.
+        stages: in their order; without any the peers are evaluated as they start.
         method: the short name that tables use: ``dnn``, ``vanilla``, ``dml``, ``ours``, ...
         update: ``simultaneous`` updates all peers from one set of outputs; with ``sequential`` each peer sees those
             before it after their update.
@@ -48,7 +50,7 @@ class Recipe(Strict):
     data: Data = Data()
     teachers: TeacherOptions | None = None
     peers: Annotated[list[Peer], Field(min_length=1)]
-    stages: Annotated[list[Stage], Field(min_length=1)]
+    stages: list[Stage]
     update: Literal["simultaneous", "sequential"] = "simultaneous"
     gradient_share_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = "epoch"
     evaluation: Evaluation = Evaluation()
@@ -58,6 +60,15 @@ class Recipe(Strict):
         names = [peer.name for peer in self.peers]
         if len(set(names)) < len(names):
             raise ValueError(f"peers must have different names ({', '.join(names)})")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> Recipe:
+        for peer in self.peers if not self.stages else ():
+            if peer.start_from is None and peer.network != CUSTOM:
+                raise ValueError(
+                    f"stages are empty, and peer '{peer.name}' has no start_from: nothing was learnt by it"
+                )
         return self
 
     @property
@@ -85,6 +96,34 @@ class Recipe(Strict):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
+def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
+    """Return a recipe that takes so many epochs in all: stages, milestones, warm-up and schedules in proportion."""
+    if not isinstance(epochs, int) or epochs < len(recipe.stages):
+        raise InputError(f"epochs is {epochs!r}, expected at least {len(recipe.stages)}, one a stage of {recipe.name}")
+    table, ratio = recipe.model_dump(exclude_none=True), epochs / max(1, recipe.epochs)
+    begun = scaled = 0
+    for place, stage in enumerate(table["stages"]):
+        begun += stage["epochs"]
+        left = len(table["stages"]) - place - 1  # each of them keeps one
+        stage["epochs"] = min(max(1, round(begun * ratio) - scaled), epochs - scaled - left)
+        scaled += stage["epochs"]
+        stage["warmup"] *= ratio
+        stage["lr_milestones"] = sorted({max(1, round(one * ratio)) for one in stage["lr_milestones"]})
+        for options in stage["terms"].values():
+            _scale_schedules(options, ratio)
+    return Recipe.parse(table, f"recipe {recipe.name}")
+
+
+def _scale_schedules(options: dict[str, Any], ratio: float) -> None:
+    for key, value in options.items():
+        if key in ("anneal", "epochs"):
+            options[key] = value * ratio
+        elif key == "at":
+            options[key] = [epoch * ratio for epoch in value]
+        elif isinstance(value, dict):
+            _scale_schedules(value, ratio)
+
+
 def _hash(table: Mapping[str, Any]) -> str:
     return hashlib.blake2b(tomli_w.dumps(table).encode(), digest_size=4).hexdigest()
 
@@ -101,7 +140,12 @@ def changes_of(recipe: Recipe) -> list[str]:
     """
     if recipe.name not in packaged():
         return []
-    return list(_lines([], load_recipe(recipe.name).model_dump(), recipe.model_dump()))
+    return changes_between(load_recipe(recipe.name), recipe)
+
+
+def changes_between(before: Recipe, after: Recipe) -> list[str]:
+    """Return the lines that `--set` makes one recipe of another with."""
+    return list(_lines([], before.model_dump(), after.model_dump()))
 
 
 def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
@@ -141,14 +185,14 @@ def _toml_key(key: str) -> str:
 
 def _told(value: str) -> str:
     path = Path(value)
-    kept = 2 if path.suffix == ".safetensors" else 1  # all weights files have names alike
+    kept = 2 if is_checkpoint(path) else 1  # all weights files have names alike
     return "/".join(path.parts[-kept:]) if path.is_absolute() else value
 
 
 def is_recipe(source: str) -> bool:
     """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
     path = Path(source).expanduser()
-    return source in packaged() or (path.is_file() and path.suffix != ".safetensors")
+    return source in packaged() or (path.is_file() and not is_checkpoint(path))
 
 
 @functools.cache
@@ -156,7 +200,9 @@ def packaged() -> Mapping[str, Path]:
     """Return the recipes that come with the library by name (``mutual/digits-ours``), and the files that hold them."""
     root = _package() / "recipes"
     alone = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.toml")}
-    return MappingProxyType(dict(sorted({**alone, **{name: path for name, (path, _) in _rows().items()}}.items())))
+    every = {**alone, **{name: path for name, (path, _) in _rows().items()}}
+    # Those that are named by what one wants come first.
+    return MappingProxyType(dict(sorted(every.items(), key=lambda item: ("/" in item[0], item[0]))))
 
 
 @functools.cache
@@ -255,7 +301,32 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
         raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
     parts = keys(path)
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
+    if parts[0] not in Recipe.model_fields and (meant := _meant(parts, table)):
+        raise InputError(f"{origin}: --set {override}: there is no key '{path}'{meant}")
     _put(table, parts, _value(text), f"{origin}: --set {override}")
+
+
+def _meant(parts: Sequence[str], table: Mapping[str, Any]) -> str:
+    try:
+        return keys_meant(parts, Recipe.parse(table, ""))
+    except InputError:  # it is not whole before it has been changed
+        return ""
+
+
+def keys_meant(parts: Sequence[str], recipe: Recipe) -> str:
+    """Return ``"; did you mean 'stages.*.epochs'?"`` for the last parts of a key; "" where no key ends in them."""
+    ends = [path for path in dict.fromkeys(_paths((), recipe.model_dump())) if path[-len(parts) :] == tuple(parts)]
+    meant = [f"'{'.'.join(path)}'" for path in ends[:3]]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _paths(above: tuple[str, ...], node: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the keys of all tables and values, with ``*`` for the place in a list of tables."""
+    pairs = node.items() if isinstance(node, dict) else (("*", one) for one in node if isinstance(one, dict))
+    for key, value in pairs:
+        yield (*above, key)
+        if isinstance(value, dict | list):
+            yield from _paths((*above, key), value)
 
 
 def _value(text: str) -> Any:

@@ -11,6 +11,8 @@ from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import Recipe
 
+FEWEST, STEPS = 16, 8  # images in a batch, and batches in an epoch, at least, of a recipe that is fitted to its data
+
 
 def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:
     """Load a recipe's data, and check that it has the classes that the recipe is for.
@@ -34,8 +36,28 @@ def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabu
     except InputError as error:
         raise InputError(f"data.{error}" if str(error).startswith(("validation ", "stats ")) else str(error)) from error
     if options.classes is not None and loaded.classes != options.classes:
-        raise InputError(f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}")
+        raise InputError(
+            f"the recipe is for {options.classes} classes, but {loaded.name} has {loaded.classes}: "
+            f"--set data.classes={loaded.classes} takes them, or --data instead of data.name"
+        )
     return loaded
+
+
+def fitted_to(recipe: Recipe, loaded: Dataset) -> Recipe:
+    """Return a recipe with what it leaves to its data: networks called ``auto``, and then crops, flips and batches.
+
+    Images are cropped, and coloured ones flipped; small splits have smaller batches, so that an epoch has some steps.
+    """
+    if all(peer.network != networks.AUTO for peer in recipe.peers):
+        return recipe
+    table = recipe.model_dump(exclude_none=True)
+    for peer in table["peers"]:
+        if peer["network"] == networks.AUTO:
+            peer["network"] = networks.for_inputs(network_inputs(loaded))
+    if loaded.vocabulary is None and not recipe.data.augment:
+        table["data"]["augment"] = ["crop", "flip"] if loaded.shape[0] == 3 else ["crop"]
+    table["data"]["batch_size"] = min(recipe.data.batch_size, max(FEWEST, len(loaded.train) // STEPS))
+    return Recipe.parse(table, f"recipe {recipe.name}")
 
 
 def network_inputs(loaded: Dataset) -> networks.Inputs:

@@ -203,13 +203,23 @@ class Peer(Strict):
         name: letters, digits, ``_`` and ``-``; names its files and its rows in tables.
         network: a name, ``timm/NAME``, or ``package.module:function``.
         posterior: a table whose ``kind`` says what else it may hold.
-        start_from: where its weights begin: a recipe (trained first if need be), a run folder or a safetensors file.
+        start_from: where its weights begin: a recipe (trained first if need be), a run folder or a file of weights.
+        new_head: whether a new head takes the place of a file's that has another number of classes; by default one does
+            in networks of timm.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
     posterior: Annotated[PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions, Field(discriminator="kind")]
     start_from: str | None = None
+    new_head: bool | None = None
+
+    @field_validator("posterior", mode="before")
+    @classmethod
+    def _kind_by_its_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") in ("bayesian", "gaussian", "variational"):
+            raise ValueError(f"there is no kind '{given['kind']}'; did you mean 'mean_field', a Gaussian a weight?")
+        return given
 
     @model_validator(mode="after")
     def _anchor_is_given(self) -> Peer:

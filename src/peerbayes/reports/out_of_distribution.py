@@ -23,6 +23,7 @@ from peerbayes.posteriors.base import Posterior
 Record = dict[str, Any]
 Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
 MADE = "made"  # corruptions made here, not read from a folder
+MIXED = "mixed"  # the same, but each image by one of them, in turn: as many images as there are, not 75 times as many
 BINS = 30  # of entropy histograms
 
 
@@ -51,7 +52,12 @@ def mean_of(log_p: Tensor) -> Tensor:
 
 
 def judge_corrupted(
-    predict: Predict, peers: Mapping[str, Posterior], loaded: Dataset, source: str, bins: int
+    predict: Predict,
+    peers: Mapping[str, Posterior],
+    loaded: Dataset,
+    source: str,
+    bins: int,
+    temperatures: Mapping[str | None, float | None],
 ) -> dict[str | None, Record]:
     """Return accuracy, NLL and ECE on corrupted test images, by peer; those of all peers as one under None.
 
@@ -59,8 +65,10 @@ def judge_corrupted(
         predict: makes log-probabilities.
         peers: posteriors by name, on one device.
         loaded: the data set.
-        source: ``"made"``, or a folder of the official arrays (CIFAR-10-C, CIFAR-100-C).
+        source: ``"made"``, ``"mixed"`` (each image by one of them), or a folder of the official arrays (CIFAR-10-C,
+            CIFAR-100-C).
         bins: of the ECE.
+        temperatures: by peer, and of all as one under None, where they are known.
     """
     found: dict[str | None, dict[str, list[Record]]] = {}
     device = next(iter(peers.values())).device
@@ -71,6 +79,9 @@ def judge_corrupted(
             log_p[None] = mean_of(torch.stack(list(log_p.values())))
         for peer, values in log_p.items():
             found.setdefault(peer, {}).setdefault(name, []).append(figures_of(values, split.labels, bins))
+            if (temperature := temperatures.get(peer)) is not None:
+                tempered = figures_of(metrics.temper(values, temperature), split.labels, bins)
+                found[peer][name][-1] |= {"cnll": tempered["nll"], "cece": tempered["ece"]}
     return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
 
 
@@ -78,7 +89,7 @@ def check_corrupted(loaded: Dataset, source: str) -> None:
     """Refuse corrupted images that can't be had, before anything is judged."""
     if loaded.vocabulary is not None:
         raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
-    if source == MADE:
+    if source in (MADE, MIXED):
         for name in COMMON:
             _made(loaded.test.batch(torch.arange(1), torch.device("cpu"))[0], loaded, name, 1)
         return
@@ -87,6 +98,14 @@ def check_corrupted(loaded: Dataset, source: str) -> None:
 
 
 def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[tuple[str, Split]]:
+    if source == MIXED:
+        images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
+        every = [(name, severity) for name in COMMON for severity in range(1, SEVERITIES + 1)]
+        for place, (name, severity) in enumerate(every):
+            if len(rows := torch.arange(place, len(images), len(every), device=device)):
+                images[rows] = _made(images[rows], loaded, name, severity)
+        yield MIXED, ArraySplit(images, labels.cpu())
+        return
     for name in COMMON:
         for severity in range(1, SEVERITIES + 1):
             if source != MADE:

@@ -46,7 +46,8 @@ def evaluate(
         draws: draws averaged; the recipe's by default.
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
-        corrupted: also judge on corrupted test images: ``"made"`` here, or a folder of the official CIFAR-C arrays.
+        corrupted: also judge on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
+            the 75 corruptions, in turn), or a folder of the official CIFAR-C arrays.
         averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
             are and with batch-norm's statistics estimated anew on the training images.
         data: the data set, where the run was given one in memory; by default it is loaded by name.
@@ -135,7 +136,8 @@ def evaluate(
             record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(mean, outer)
     if corrupted is not None:
         posteriors = {name: run[name].to(where) for name in run}
-        bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins)
+        temperatures = {one.get("name"): one.get("temperature") for one in (*peers, record.get("ensemble", {}))}
+        bad = judge_corrupted(predict, posteriors, loaded, str(corrupted), options.ece_bins, temperatures)
         for peer in peers:
             peer["corrupted"] = bad[peer["name"]]
         if None in bad:

@@ -16,7 +16,7 @@ from peerbayes.engine.stages import seeded
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.base import Posterior, Source
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
 from peerbayes.recipes.settings import Peer
@@ -55,12 +55,12 @@ def build_peer(
         posterior = Posterior.load(start, network) if isinstance(start, Path) else start
         with within(source_of):
             return shared_of(_on(posterior, device), network, options, data.train, seed, peer.name)
-    source: torch.nn.Module | Path | None = start
+    source: Source | None = start
     if network is None:
         with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
             network = networks.build(peer.network, inputs)
             if isinstance(start, Path):
-                source = networks.starting_point(peer.network, inputs, start)
+                source = networks.starting_point(peer.network, inputs, start, network, peer.new_head)
     try:
         return kind(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
     except OptionError as error:

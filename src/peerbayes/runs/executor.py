@@ -238,7 +238,9 @@ def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     network = run.network(name)
     if isinstance(start, Path):
         inputs = run.network_inputs()
-        return Point(network, start_from=networks.starting_point(peer.network, inputs, start)).provenance.parent
+        return Point(
+            network, start_from=networks.starting_point(peer.network, inputs, start, network, peer.new_head)
+        ).provenance.parent
     return Point(network, start_from=start).provenance.parent
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
+from peerbayes.recipes.recipe import Recipe, changes_between
 from peerbayes.runs.plan import Job
-from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, write_text
+from peerbayes.runs.run import NAMED, TAUGHT_BY, Run, peer_called, write_text
 
 OTHERS = "another process is training this run"
 FILES = [
@@ -46,7 +47,18 @@ def refuse_occupied(job: Job, resume: bool) -> None:
     if before.seed != job.seed:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
     if before.recipe != job.recipe:
-        raise InputError(f"{folder}: holds a run of another recipe ('{before.recipe.title}'), or with other settings")
+        raise InputError(f"{folder}: {_other_settings(before.recipe, job.recipe)}, or choose another folder")
+
+
+def _other_settings(before: Recipe, now: Recipe) -> str:
+    if before.name != now.name:
+        return f"holds a run of another recipe, {before.name} ('{before.title}'), not {now.name}; name that one"
+    there, here = changes_between(now, before), changes_between(before, now)
+    more = f" and {len(there) - NAMED} more" if there[NAMED:] else ""
+    return (
+        f"holds a run of {before.name} with other settings: {', '.join(there[:NAMED])}{more} there, "
+        f"{', '.join(here[:NAMED])}{more} here; give those"
+    )
 
 
 def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) -> dict[str, str]:

@@ -15,11 +15,13 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.recipes.settings import Peer
 from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
 
+TEACHERS = "teachers"  # what a student's network, and its start, may be called
 DATA_KEYS = {"name", "classes", "validation", "size", "stats", "text"}  # what a source must have in common with its run
 
 
@@ -216,7 +218,7 @@ class _Resolver:
             elif given is not None:
                 if is_trained(given.folder):
                     found[peer.name] = self.node(self._completed(given))
-            elif source.endswith(".safetensors") and Path(source).is_file():
+            elif is_checkpoint(source) and Path(source).is_file():
                 found[peer.name] = Path(source)
             elif is_trained(Path(source)):
                 found[peer.name] = only_weights(Run(source), peer)
@@ -230,10 +232,10 @@ class _Resolver:
         if source is None:
             return None
         path = Path(source)
-        folder = (path.parent if source.endswith(".safetensors") else path).resolve()
+        folder = (path.parent if is_checkpoint(source) else path).resolve()
         if folder in self._wanted and folder != job.folder.resolve():
             return self.node(self._wanted[folder])
-        if source.endswith(".safetensors"):
+        if is_checkpoint(source):
             return path
         if (path / "recipe.toml").is_file():
             return only_weights(Run(path), peer)
@@ -328,11 +330,24 @@ class _Resolver:
             for source in recipe.teachers.runs
         ]
         for peer in table["peers"]:
-            if peer["network"] == "teachers":
+            if peer["network"] == TEACHERS:
                 peer["network"] = next(iter(taught.values()), known[0].peers[0]).network
+            if peer.get("start_from") == TEACHERS:
+                self._start_from_teacher(peer, recipe.teachers.runs[0], taught)
             if peer["posterior"].get("members") == 0:
                 peer["posterior"]["members"] = count
         return Recipe.parse(table, f"recipe {recipe.name}")
+
+    def _start_from_teacher(self, peer: dict[str, Any], source: str, taught: Mapping[tuple[str, str], Peer]) -> None:
+        """Let a student start from the first teacher's means, if that has the same network."""
+        name, network = next((teacher.name, teacher.network) for teacher in taught.values())
+        path = Path(source).expanduser()
+        if network != peer["network"]:
+            del peer["start_from"]
+        elif (path / "recipe.toml").is_file():
+            peer["start_from"] = str((path / f"weights-{name}.safetensors").resolve())
+        else:
+            peer["start_from"] = str(path.resolve()) if path.exists() else source
 
     def _recipe_of_teacher(self, source: str, path: Path, folder: Path) -> Recipe:
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
@@ -434,7 +449,7 @@ def folder_of(parent: Parent) -> Path:
     if isinstance(parent, Node):
         return parent.folder
     assert isinstance(parent, Path)
-    return parent.parent if parent.suffix == ".safetensors" else parent
+    return parent.parent if is_checkpoint(parent) else parent
 
 
 def lineage_depth(node: Node) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.recipes.recipe import Recipe, keys
+from peerbayes.recipes.recipe import Recipe, keys, keys_meant
 from peerbayes.terms.definition import find as find_term
 
 Value = bool | int | float | str
@@ -94,6 +94,8 @@ def _paths(key: str, recipe: Recipe) -> tuple[str, ...]:
     if head in Recipe.model_fields or head in ("stage", "peer"):
         return (key,)
     present = {name for stage in recipe.stages for name in stage.terms}
+    if head not in present and (meant := keys_meant([head, *below], recipe)):
+        raise InputError(f"--over {key}: there is no key '{key}'{meant}")
     if not option:
         options = (f"{name}.{field}" for name in present for field in find_term(name).schema.model_fields)
         candidates = [*Recipe.model_fields, *options]

@@ -131,7 +131,10 @@ class Learner:
         if synchronise:
             for posterior in self.peers.values():
                 synchronise_batch_norm(posterior.network, world)
-        self._begin_stage(0)
+        if recipe.stages:
+            self._begin_stage(0)
+        else:
+            self._probe.networks()
 
     # ---- the run ------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,11 @@ class Probe:
         self.images, self.labels = data.train.batch(torch.arange(min(4, len(data.train))), cohort.device)
         augment(self.images, cohort.recipe.data.augment, Address())  # texts can't be
 
+    def networks(self) -> None:
+        """Try the networks alone."""
+        for name in self.cohort.peers:
+            self._try_network(name, [])
+
     def figures(self) -> list[str]:
         """Try the terms of the cohort's stage; return the names of its figures."""
         cohort, outputs = self.cohort, {}

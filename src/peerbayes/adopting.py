@@ -1,0 +1,418 @@
+"""The verb `adopt`: a trained network to the best of what can be made of it, chosen on the validation split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peerbayes import metrics
+from peerbayes.api.fitting import set_data
+from peerbayes.data.dataset import Dataset
+from peerbayes.errors import InputError
+from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
+from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.out_of_distribution import MIXED, mean_of
+from peerbayes.reports.page import write_report
+from peerbayes.reports.record import Record
+from peerbayes.reports.records import evaluate, write_record
+from peerbayes.reports.tables import ENSEMBLE, aligned
+from peerbayes.runs.execution import How, refuse_unknown
+from peerbayes.runs.executor import dry_run, execute
+from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
+from peerbayes.runs.run import Run, slug
+from peerbayes.training.reporters import Reporter
+
+RECIPE = "from-checkpoint"
+WIDTHS = (0.05, 0.1, 0.2)
+NET, PAIR = "net", ("first", "second")
+FOLDS = 5
+FEWEST = 20  # mistakes among the validation images, below which no temperature is learnt of them
+KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
+Network = nn.Module | str | Path
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What became of a network.
+
+    Attributes:
+        folder: of all runs.
+        runs: by what was done: ``plain``, ``extra``, ``bayesian``, ``peers``.
+        record: settings, validation NLL of every candidate, a row a way to predict, and what to ship.
+    """
+
+    folder: Path
+    runs: Mapping[str, Run]
+    record: Record
+
+    @property
+    def best(self) -> Run:
+        """The run to ship; its only peer, the peer that ``record["ship"]`` names, or all peers as one."""
+        return self.runs[self.record["ship"]["run"]]
+
+    def __str__(self) -> str:
+        return f"{adoption_table(self.record)}\n\n{self.record['verdict']}"
+
+
+class Adoption:
+    """The runs of one adoption: of the network as it is, of scales of several widths, and of peers of the best width.
+
+    Args: as of `adopt`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        data: str | Path | Dataset,
+        folder: Path,
+        *,
+        name: str | None = None,
+        peers: int = 0,
+        epochs: int = 5,
+        extra_epochs: bool = False,
+        widths: Sequence[float] = WIDTHS,
+        new_head: bool = False,
+        seed: int = 0,
+        overrides: str | Sequence[str] = (),
+        root: str | Path | None = None,
+    ) -> None:
+        check_seed(seed)
+        if peers not in (0, 2):
+            raise InputError(f"peers is {peers!r}, expected 2, or 0 for none")
+        if not isinstance(epochs, int) or epochs < 1:
+            raise InputError(f"epochs is {epochs!r}, expected a whole number above 0")
+        if not widths or min(widths) <= 0 or len(set(widths)) < len(widths):
+            raise InputError(f"widths are {', '.join(map(str, widths))}: expected different numbers above 0")
+        self.folder, self.seed, self.widths, self.with_peers = folder, seed, tuple(widths), bool(peers)
+        self.extra, self.new_head = extra_epochs, new_head
+        self.module = network if isinstance(network, nn.Module) else None
+        base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
+        table = load_recipe(base, overrides).model_dump(exclude_none=True)
+        set_data(table, data)
+        given = data if isinstance(data, Dataset) else None
+        self._table = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}")).model_dump(exclude_none=True)
+        self.data: Dataset = given or load_data(self._recipe({}), root)
+        if self.data.validation is None:
+            raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
+                             "--set data.validation=0.1, or validation= of peerbayes.data.load")  # fmt: skip
+        self._given = given
+        self._source: Path | None
+        self._network, self._source = (CUSTOM, None) if isinstance(network, nn.Module) else _named(network, name)
+
+    def _recipe(self, changes: dict[str, Any]) -> Recipe:
+        return Recipe.parse(self._table | changes, f"recipe {RECIPE}")
+
+    def _job(self, place: str, title: str, peers: Sequence[str], start: str | None, **changes: Any) -> Job:
+        """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
+        posterior = changes.pop("posterior")
+        named = {"network": self._network, "posterior": posterior}
+        given: dict[str, Any] = {"data": self._given}
+        if self.module is not None:
+            given["networks"] = dict.fromkeys(peers, self.module)
+            given["starts"] = dict.fromkeys(peers, self.plain) if start is not None else {}
+        elif start is not None:
+            named["start_from"] = str((self.folder / start / f"weights-{NET}.safetensors").resolve())
+        else:
+            named |= {"start_from": str(self._source), "new_head": self.new_head}
+        recipe = self._recipe({
+            "title": title,
+            "method": place,
+            "peers": [{"name": peer, **named} for peer in peers],
+            **changes,
+        })  # fmt: skip
+        return Job(recipe, self.folder / place, self.seed, Given(**given))
+
+    @property
+    def plain(self) -> Job:
+        """The network as it is; with a new head it has to be trained."""
+        stages = self._stages(likelihood={}) if self.new_head else []
+        return self._job(
+            "plain", "The network as it is", [NET], None, posterior={"kind": "point"}, stages=stages,
+            evaluation=self._table["evaluation"] | {"draws": 1},
+        )  # fmt: skip
+
+    @property
+    def first(self) -> dict[str, Job]:
+        """The runs that need nothing but the network, by what is done in them."""
+        jobs = {"plain": self.plain}
+        if self.extra:
+            jobs["extra"] = self._job(
+                "extra", "The network after as many more epochs", [NET], "plain", posterior={"kind": "point"},
+                stages=self._stages(likelihood={}), evaluation=self._table["evaluation"] | {"draws": 1},
+            )  # fmt: skip
+        for width in self.widths:
+            title = f"Scales of width {width:g} around the network"
+            jobs[f"width-{width:g}"] = self._job(
+                f"width-{width:g}", title, [NET], "plain", posterior=self._posterior(width)
+            )
+        return jobs
+
+    def peers(self, width: float) -> Job:
+        """Two networks of one width that teach each other."""
+        terms = {**self._table["stages"][0]["terms"], "mutual": {"alpha": 0.5, "temperature": 1.0}}
+        title = f"Two of width {width:g} that teach each other"
+        posterior = self._posterior(width)
+        return self._job("peers", title, PAIR, "plain", posterior=posterior, stages=self._stages(**terms))
+
+    def _posterior(self, width: float) -> dict[str, Any]:
+        (peer,) = self._table["peers"]
+        return {**peer["posterior"], "gain": width}
+
+    def _stages(self, **terms: Any) -> list[dict[str, Any]]:
+        return [{**stage, "terms": terms} for stage in self._table["stages"]]
+
+    def plan(self) -> Plan:
+        """Return the plan of all runs; the width of peers is the middle one, as long as none is chosen."""
+        jobs = list(self.first.values())
+        middle = sorted(self.widths)[len(self.widths) // 2]
+        return resolve([*jobs, self.peers(middle)] if self.with_peers else jobs)
+
+
+def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
+    path = Path(network).expanduser()
+    if not is_checkpoint(path):
+        raise InputError(f"{path}: expected a file of weights that ends in {', '.join(ENDINGS)}")
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if name is None:
+        raise InputError(f"{path}: which network is it of? Name it: --network timm/NAME, or --network mymodule:build")
+    return name, path.resolve()
+
+
+def adopt(
+    network: Network,
+    *,
+    data: str | Path | Dataset,
+    run: str | Path | None = None,
+    name: str | None = None,
+    peers: int = 0,
+    epochs: int = 5,
+    extra_epochs: bool = False,
+    widths: Sequence[float] = WIDTHS,
+    new_head: bool = False,
+    corrupted: str | Path | None = MIXED,
+    seed: int = 0,
+    overrides: str | Sequence[str] = (),
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Adopted:
+    """Make the best of a trained network: a temperature, scales around its weights, peers; say which one to ship.
+
+    Scales of several widths are learnt, each in a run of a few epochs. The width is the one of least NLL, after a
+    temperature, on the validation split, which also says what to ship: the cheapest that is not worse than the best by
+    more than a standard error of their difference. Test images are used for the table alone.
+
+    Args:
+        network: a trained module, which is not changed, or a file of weights (``.safetensors``, ``.pt``, ``.pth``).
+        data: a data set, or what `peerbayes.data.load` takes. Its validation images should be none that the network
+            has learnt.
+        run: folder of all runs; by default ``runs/adopted-NAME``.
+        name: of the network whose weights a file holds: ``timm/NAME``, ``mymodule:build``, or one of ours.
+        peers: 2 for two networks of the chosen width that teach each other, too.
+        epochs: of each run.
+        extra_epochs: train the network itself as many more epochs, too, for a fair comparison.
+        widths: of scales, as ``gain`` of `MeanField`.
+        new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
+        corrupted: what else to judge images on, see `peerbayes.evaluate`; None for nothing.
+        seed: seed of everything random.
+        overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
+        resume: go on with what was interrupted.
+        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        how: see `How`.
+    """
+    refuse_unknown(how, adopt)
+    folder = Path(run) if run is not None else default_adopted(network)
+    adoption = Adoption(
+        network, data, folder, name=name, peers=peers, epochs=epochs, extra_epochs=extra_epochs, widths=widths,
+        new_head=new_head, seed=seed, overrides=overrides, root=how.get("root"),
+    )  # fmt: skip
+    options = How(**how)
+    device = options.place()
+    options.voice(reporter).headline(_validation_told(adoption.data))
+
+    def trained(jobs: Mapping[str, Job]) -> dict[str, Run]:
+        runs = execute(resolve(list(jobs.values())), options, resume=resume, reporter=reporter)
+        return dict(zip(jobs, runs, strict=True))
+
+    runs = trained(adoption.first)
+    losses = {who: _losses(run, adoption.data, device) for who, run in runs.items()}
+    mistakes = _mistakes(runs["plain"], adoption.data, device)
+    after = mistakes >= FEWEST  # whether NLL is that after temperature
+    tried = {width: float(losses[f"width-{width:g}"][NET, after].mean()) for width in adoption.widths}
+    width = min(tried, key=lambda one: tried[one])
+    chosen = {who: run for who, run in runs.items() if not who.startswith("width-")}
+    chosen["bayesian"] = runs[f"width-{width:g}"]
+    losses["bayesian"] = losses[f"width-{width:g}"]
+    if adoption.with_peers:
+        chosen |= trained({"peers": adoption.peers(width)})
+        losses["peers"] = _losses(chosen["peers"], adoption.data, device)
+    bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
+    judged = {}
+    for who, one in chosen.items():
+        judged[who] = evaluate(one, data=adoption.data, corrupted=bad, device=device, root=how.get("root"))
+        write_report(one, judged[who])
+    rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
+    record: Record = {
+        "network": str(network) if adoption.module is None else type(network).__name__,
+        "dataset": adoption.data.name,
+        "seed": seed,
+        "epochs": epochs,
+        "new_head": new_head,
+        "validation_images": len(adoption.data.validation or ()),
+        "validation_mistakes": mistakes,
+        "widths": {f"{one:g}": loss for one, loss in tried.items()},
+        "width": width,
+        "corrupted": None if bad is None else str(bad),
+        "folders": {who: one.folder.name for who, one in chosen.items()},
+        "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
+    }
+    record["ship"], record["verdict"] = _verdict([row for row in rows if after or row["temperature"] is None])
+    told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
+    record["verdict"] += f". Widths by validation NLL: {told}."
+    if not after:
+        record["verdict"] += (
+            f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
+            "to choose a temperature by."
+        )
+    write_record(folder / "adopted.json", record)
+    return Adopted(folder, chosen, record)
+
+
+def default_adopted(network: Network) -> Path:
+    """Return where an adoption goes by default: ``runs/adopted-NAME``."""
+    name = type(network).__name__ if isinstance(network, nn.Module) else slug(Path(network).stem)
+    return Path("runs") / f"adopted-{name}"
+
+
+def plan_rows(adoption: Adoption, how: How, resume: bool) -> list[dict[str, Any]]:
+    """Check an adoption, and return what would be trained; see `peerbayes.runs.executor.dry_run`."""
+    return dry_run(adoption.plan(), how, resume=resume)
+
+
+def _validation_told(data: Dataset) -> str:
+    return (
+        f"{len(data.validation or ())} validation images choose the width, temperatures and what to ship; the network "
+        "should not have learnt them"
+    )
+
+
+def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bool], Tensor]:
+    """Return −log p of each validation image, by peer and whether a temperature is applied.
+
+    All peers as one are under `ENSEMBLE`. A temperature has not seen the fifth of the images that it is judged on here.
+    """
+    split = data.validation
+    assert split is not None
+    assert split.labels is not None
+    draws, labels = run.recipe.evaluation.draws, split.labels
+    log_p = {peer: run.predict_split(peer, split, draws, device)[0] for peer in run}
+    if len(run) > 1:
+        log_p[ENSEMBLE] = mean_of(torch.stack(list(log_p.values())))
+    found = {}
+    fold = torch.arange(len(labels)) % FOLDS
+    for peer, one in log_p.items():
+        tempered = one.clone()
+        for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
+            held = fold == number
+            tempered[held] = metrics.temper(one[held], metrics.fit_temperature(one[~held], labels[~held]))
+        for after, p in ((False, one), (True, tempered)):
+            found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
+    return found
+
+
+def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
+    split = data.validation
+    assert split is not None
+    assert split.labels is not None
+    return int((run.predict_split(NET, split, 1, device)[0].argmax(1) != split.labels).sum())
+
+
+TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer"}
+
+
+def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -> list[dict[str, Any]]:
+    """Return two rows a peer and ensemble of a run: as it is, and with its temperature, which could be shipped."""
+    rows = []
+    judged = [*record["peers"], *([record[ENSEMBLE] | {"name": ENSEMBLE}] if ENSEMBLE in record else [])]
+    for one in judged:
+        whole = one["name"] == ENSEMBLE
+        title = "ensemble of peers" if whole else TITLES[who] + f" {one['name']}" * (who == "peers")
+        members = record["peers"] if whole else [one]
+        passes = sum(record["draws"] if peer["disagreement"] > 0 else 1 for peer in members)
+        bad = one.get("corrupted", {})
+        for after in (False, True):
+            own = losses[one["name"], after]
+            nll, ece = ("cnll", "cece") if after else ("nll", "ece")
+            retention = one["selective"]["entropy"]["retention"]  # of entropies before any temperature
+            rows.append({
+                "who": title + " + temperature" * after,
+                "run": who,
+                "peer": one["name"],
+                "temperature": one["temperature"] if after else None,
+                "accuracy": one["accuracy"],
+                "nll": one[nll],
+                "ece": one[ece],
+                "kept_accuracy": None if after else retention.get(KEPT),
+                "corrupted": {"accuracy": bad["accuracy"], "nll": bad[nll], "ece": bad[ece]} if bad else None,
+                "passes": passes,
+                "bytes": sum(peer["bytes"] for peer in members),
+                "validation_nll": float(own.mean()),
+                "losses": own,
+            })  # fmt: skip
+    return rows
+
+
+def _verdict(rows: Sequence[Record]) -> tuple[Record, str]:
+    """Return what to ship, and a sentence why: the cheapest that validation does not tell from the best."""
+    candidates = sorted(rows, key=lambda row: (row["passes"], round(row["bytes"], -3), row["validation_nll"]))
+    best = min(candidates, key=lambda row: float(row["validation_nll"]))
+    for row in candidates:
+        gap, error = _difference(row, best)
+        if gap <= error:
+            break
+    ship = {key: row[key] for key in ("who", "run", "peer", "temperature", "validation_nll", "passes")}
+    told = "" if row["temperature"] is None else f" (T = {row['temperature']:.2f})"
+    said = f"Ship {row['who']}{told}: on the validation images its NLL is {row['validation_nll']:.3f}"
+    if row is not best:
+        rest = f"{best['who']}, {best['validation_nll']:.3f} ({gap:.3f} ± {error:.3f} less)"
+        cost = f", for {_passes(row)} instead of {best['passes']}" * (row["passes"] != best["passes"])
+        return ship, f"{said}, within a standard error of that of {rest}{cost}"
+    if row is candidates[0]:
+        return ship, f"{said}, the least of all"
+    gain, error = _difference(candidates[0], row)
+    return ship, f"{said}, {gain:.3f} ± {error:.3f} less than that of {candidates[0]['who']}, for {_passes(row)}"
+
+
+def _difference(one: Record, other: Record) -> tuple[float, float]:
+    """Return the mean difference of two candidates' losses, and its standard error."""
+    difference = one["losses"] - other["losses"]
+    return float(difference.mean()), float(difference.std(correction=0) / max(1, len(difference) - 1) ** 0.5)
+
+
+def _passes(row: Record) -> str:
+    return "1 pass" if row["passes"] == 1 else f"{row['passes']} passes"
+
+
+def adoption_table(record: Record) -> str:
+    """Return the rows as a table: the test split, the most certain images, corrupted ones, and costs."""
+    bad = record["corrupted"] is not None
+    heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
+    lines = [["", *heads]]
+    for row in record["rows"]:
+        cells = [row["who"], *_figures(row)]
+        cells.append("" if row["kept_accuracy"] is None else f"{100 * row['kept_accuracy']:.2f}")
+        cells += _figures(row["corrupted"]) if bad else []
+        lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
+    return "\n".join(aligned(lines, left=1))
+
+
+def _figures(judged: Mapping[str, Any]) -> list[str]:
+    return [f"{100 * judged['accuracy']:.2f}", f"{judged['nll']:.3f}", f"{judged['ece']:.3f}"]

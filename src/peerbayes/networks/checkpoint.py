@@ -1,0 +1,112 @@
+"""Files of weights that others have trained: plain tensors out of the wrappers that people save them in."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from peerbayes.errors import InputError, reason
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+ENDINGS = (".safetensors", *PICKLED)
+# Where files keep the weights, the average over training first: it is what they were evaluated by.
+WRAPPERS = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict", "model_state_dict", "model",
+            "network", "net", "weights")  # fmt: skip
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether a name ends as a file of weights does."""
+    return Path(path).suffix in ENDINGS
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor] | None:
+    """Read the tensors of a file of weights by name; None for one that peerbayes has written itself.
+
+    Of a pickled file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``) only tensors and plain values are read: none of its code
+    is run. `WRAPPERS` are taken off, of several the first.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if path.suffix not in PICKLED:
+        try:
+            with safe_open(path, framework="pt") as file:
+                own = "peerbayes" in (file.metadata() or {})
+                return None if own else {name: file.get_tensor(name) for name in list(file.keys())}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise InputError(f"{path}: not a readable safetensors file ({error})") from None
+    try:
+        given = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        why = "it holds more than tensors" if "weights_only" in str(error) else f"not readable ({reason(error)})"
+        raise InputError(
+            f"{path}: {why}; save the weights alone: torch.save(network.state_dict(), 'weights.pth')"
+        ) from None
+    return _unwrapped(given, path)
+
+
+def _unwrapped(given: Any, path: Path) -> dict[str, Tensor]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{path}: holds a {type(given).__name__}, expected a state dict")
+    for wrapper in WRAPPERS:
+        if isinstance(inner := given.get(wrapper), Mapping) and inner:
+            return _unwrapped(inner, path)
+    tensors = {str(name): value for name, value in given.items() if isinstance(value, Tensor) and name != "n_averaged"}
+    if not tensors:
+        keys = ", ".join(map(str, list(given)[:5])) or "nothing"
+        raise InputError(f"{path}: no weights are found in it (it holds {keys}); expected a state dict")
+    return tensors
+
+
+def under_names(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors by a network's names: prefixes that all have in common are taken off until most names agree.
+
+    ``module.`` of nn.DataParallel and ``_orig_mod.`` of torch.compile are such prefixes, and ``model.`` of Lightning.
+    """
+    expected, best = set(names), dict(state)
+    stripped = best
+    while (heads := {name.partition(".")[0] for name in stripped}) and len(heads) == 1:
+        if any("." not in name for name in stripped):
+            break
+        stripped = {name.partition(".")[2]: tensor for name, tensor in stripped.items()}
+        if len(expected & stripped.keys()) > len(expected & best.keys()):
+            best = stripped
+    return best
+
+
+def fitted(state: Mapping[str, Tensor], network: nn.Module, path: Path, new_head: bool) -> dict[str, Tensor]:
+    """Return a file's tensors for a network; with ``new_head`` those of its head are the network's own.
+
+    Raises:
+        InputError: which tensors differ, and whether it is only the head.
+    """
+    expected = network.state_dict()
+    found = under_names(state, expected)
+    optional = ("num_batches_tracked", "normalize.mean", "normalize.std")
+    missing = [name for name in expected if name not in found and not name.endswith(optional)]
+    extra = [name for name in found if name not in expected]
+    if missing:
+        raise InputError(f"{path}: has no tensor '{missing[0]}'{_others(missing)}; is it of another network?")
+    if extra:
+        raise InputError(
+            f"{path}: has a tensor '{extra[0]}'{_others(extra)} that this network has not; is it of another network?"
+        )
+    other = [name for name, tensor in found.items() if tensor.shape != expected[name].shape]
+    heads = [name for name in other if found[name].shape[1:] == expected[name].shape[1:]]
+    if other and heads == other and new_head:
+        return {**expected, **{name: tensor for name, tensor in found.items() if name not in heads}}
+    if other:
+        name = other[0]
+        shapes = f"{tuple(found[name].shape)}, expected {tuple(expected[name].shape)}"
+        hint = "; --new-head begins a new head there" if heads == other else "; is it of another network?"
+        raise InputError(f"{path}: tensor '{name}'{_others(other)} has shape {shapes}{hint}")
+    return {**expected, **found}
+
+
+def _others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} others)" if names[1:] else ""

@@ -1,0 +1,214 @@
+"""Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import peerbayes as pb
+from commands import QUIET, called, change, process, refused
+from learners import stopped_at
+from peerbayes import metrics, networks
+from peerbayes.adopting import ENSEMBLE, Adoption, _difference, _losses, _verdict
+from peerbayes.data import load
+from peerbayes.errors import InputError
+from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs.run import Run
+from peerbayes.training.learner import Learner
+
+FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A multilayer perceptron of digits, its weights as people save them."""
+    folder = tmp_path_factory.mktemp("adopt")
+    data = load("digits", validation=0.1)
+    torch.manual_seed(0)
+    net = networks.build("mlp", network_inputs(data))
+    images, labels = data.train.batch(torch.arange(len(data.train)), torch.device("cpu"))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    for _ in range(12):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(images / 255), labels).backward()
+        optimizer.step()
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in net.state_dict().items()}}, folder / "net.pth")
+    return folder, net.eval(), data
+
+
+@pytest.fixture(scope="module")
+def adopted(place):
+    words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", place[0] / "run")
+    return json.loads(called(*words, "--peers", 2, "--extra-epochs", "--json", *FAST, *QUIET))
+
+
+def test_the_plain_network_is_judged_as_it_is(place, adopted):
+    _, net, data = place
+    images, labels = data.test.batch(torch.arange(len(data.test)), torch.device("cpu"))
+    with torch.no_grad():
+        p = net(images / 255).softmax(1)
+    row = next(row for row in adopted["rows"] if row["who"] == "plain")
+    assert row["accuracy"] == pytest.approx(metrics.accuracy(p, labels))
+    assert row["nll"] == pytest.approx(metrics.nll(p, labels), rel=1e-5)
+    run = Run(place[0] / "run" / "plain")
+    assert (run.recipe.stages, run.metrics, run.finished) == ([], [], True)
+    state = run["net"].materialise().state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+
+
+def test_the_table_has_every_way_to_predict_with_what_it_costs(adopted):
+    ways = ["plain", "plain, trained on", "Bayesian", "peer first", "peer second", "ensemble of peers"]
+    assert [row["who"] for row in adopted["rows"]] == [f"{way}{end}" for way in ways for end in ("", " + temperature")]
+    assert [row["passes"] for row in adopted["rows"][::2]] == [1, 1, 3, 3, 3, 6]
+    for raw, tempered in zip(adopted["rows"][::2], adopted["rows"][1::2], strict=True):
+        assert raw["accuracy"] == tempered["accuracy"]
+        assert tempered["temperature"] > 0
+        assert raw["corrupted"]["accuracy"] <= raw["accuracy"]
+
+
+def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, adopted):
+    folder, _, data = place
+    after = adopted["validation_mistakes"] >= 20
+    cpu = torch.device("cpu")
+    by_width = {
+        width: float(_losses(Run(folder / "run" / f"width-{width}"), data, cpu)["net", after].mean())
+        for width in adopted["widths"]
+    }
+    assert adopted["widths"] == pytest.approx(by_width)
+    assert adopted["width"] == float(min(by_width, key=by_width.get))
+    gains = [peer.posterior.gain for peer in Run(folder / "run" / "peers").recipe.peers]
+    assert gains == [adopted["width"]] * 2
+    rows = {row["who"]: row for row in adopted["rows"]}
+    least = min(row["validation_nll"] for row in adopted["rows"] if after or row["temperature"] is None)
+    assert rows[adopted["ship"]["who"]]["validation_nll"] <= least + 1
+    assert adopted["ship"]["who"] in adopted["verdict"]
+    assert json.loads((folder / "run" / "adopted.json").read_text()) == adopted
+
+
+def test_a_cheaper_candidate_is_shipped_unless_validation_tells_it_from_the_best():
+    def row(who, passes, losses):
+        losses = torch.tensor(losses, dtype=torch.float64)
+        return {"who": who, "run": who, "peer": "net", "temperature": 1.0, "passes": passes, "bytes": 1000 * passes,
+                "losses": losses, "validation_nll": float(losses.mean())}  # fmt: skip
+
+    noisy = [row("plain", 1, [0.5, 0.1, 0.9, 0.5]), row("peers", 20, [0.1, 0.5, 0.5, 0.8])]
+    assert _difference(*noisy)[0] < _difference(*noisy)[1]
+    ship, said = _verdict(noisy)
+    assert ship["who"] == "plain"
+    assert "within a standard error of that of peers" in said
+    clear = [row("plain", 1, [0.5, 0.5, 0.6, 0.5]), row("peers", 20, [0.1, 0.1, 0.2, 0.1])]
+    ship, said = _verdict(clear)
+    assert ship["who"] == "peers"
+    assert "0.400 ± 0.000 less than that of plain, for 20 passes" in said
+    best = [row("plain", 1, [0.1, 0.1]), row("peers", 20, [0.2, 0.3])]
+    assert "the least of all" in _verdict(best)[1]
+    difference = torch.tensor([0.4, -0.4, 0.4, -0.3], dtype=torch.float64)
+    expected = float(difference.std() / 2), float(difference.mean())
+    assert _difference(*noisy)[::-1] == pytest.approx(expected)
+
+
+def test_a_temperature_is_judged_on_images_that_it_was_not_fitted_to(place, adopted):
+    folder, _, data = place
+    run = Run(folder / "run" / "plain")
+    log_p = run.predict_split("net", data.validation, 1, torch.device("cpu"))[0]
+    labels = data.validation.labels
+    expected = torch.empty(len(labels), dtype=torch.float64)
+    for number in range(5):
+        held = torch.arange(len(labels)) % 5 == number
+        temperature = metrics.fit_temperature(log_p[~held], labels[~held])
+        logits = log_p[held] / temperature
+        expected[held] = torch.nn.functional.cross_entropy(logits, labels[held], reduction="none").double()
+    found = _losses(run, data, torch.device("cpu"))["net", True]
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_real_process_ends_with_the_table_and_one_sentence(place, tmp_path):
+    done = process("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run",
+                   "--corrupted", "none", *FAST, *QUIET)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["ACC", "NLL", "ECE", "ACC", "of", "80", "%", "passes", "KB"]
+    assert lines[1].startswith("plain  ")
+    assert lines[-1].startswith("Ship ")
+
+
+def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
+    words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--corrupted", "none")
+    words = (*words, "--run", tmp_path / "run", *FAST, "--checkpoint-every", 3, *QUIET)
+    with stopped_at(5):
+        called(*words)
+    assert "already holds a run" in refused(capsys, *words)
+    steps, step = [], Learner.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "step", lambda self: (steps.append(self.position.step), step(self)))
+        called(*words, "--resume")
+    assert steps[0] == 3
+    assert (tmp_path / "run" / "adopted.json").is_file()
+    steps.clear()
+    called(*words, "--resume")
+    assert steps == []
+
+
+def test_a_dry_run_says_all_and_writes_nothing(place, tmp_path):
+    words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run")
+    rows = json.loads(called(*words, "--peers", 2, "--dry-run", "--json", *FAST, *QUIET))
+    names = ["plain", "width-0.05", "width-0.2", "peers"]
+    assert [row["folder"] for row in rows] == [str(tmp_path / "run" / name) for name in names]
+    assert [row["epochs"] for row in rows] == [0, 1, 1, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_is_adopted_as_its_file_is(place, adopted, tmp_path):
+    _, net, data = place
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    found = pb.adopt(net, data=data, run=tmp_path / "run", epochs=1, widths=[0.05], overrides="evaluation.draws=3",
+                     corrupted=None, device="cpu")  # fmt: skip
+    plain = next(row for row in adopted["rows"] if row["who"] == "plain")
+    assert found.record["rows"][0]["nll"] == pytest.approx(plain["nll"])
+    assert str(found).endswith(found.record["verdict"])
+    assert list(found.best) == ["net"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+def test_a_new_head_is_trained_where_one_is_asked_for(place, tmp_path, capsys):
+    state = {name: tensor.clone() for name, tensor in place[1].state_dict().items()}
+    for name in ("linear.weight", "linear.bias"):
+        state[name] = state[name][:7].clone()
+    save_file(state, tmp_path / "seven.safetensors")
+    words = ("adopt", tmp_path / "seven.safetensors", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run")
+    found = refused(capsys, *words, *FAST, *QUIET)
+    assert found.startswith(f"{tmp_path / 'seven.safetensors'}: tensor 'linear.bias' (and 1 others) has shape (7,), ")
+    assert found.endswith("--new-head begins a new head there")
+    assert not (tmp_path / "run").exists()
+    record = json.loads(called(*words, "--new-head", "--corrupted", "none", "--json", *FAST, *QUIET))
+    assert Run(tmp_path / "run" / "plain").recipe.epochs == 1
+    assert record["new_head"]
+
+
+WRONG = {
+    "no network": ([], "net.pth: which network is it of? Name it: --network timm/NAME, or --network mymodule:build"),
+    "other network": (["--network", "resnet8"], "is it of another network?"),
+    "peers": (["--network", "mlp", "--peers", 3], "peers is 3, expected 2, or 0 for none"),
+    "no validation": (
+        ["--network", "mlp", *change("data.validation=0")],
+        "digits: has no validation split to choose by",
+    ),
+    "width": (["--network", "mlp", "--width", 0], "widths are 0.0: expected different numbers above 0"),
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_one_sentence_and_nothing_is_written(place, tmp_path, capsys, words, sentence):
+    run = tmp_path / "run"
+    found = refused(capsys, "adopt", place[0] / "net.pth", "--data", "digits", "--run", run, *words, *QUIET)
+    assert sentence in found
+    assert not run.exists()
+
+
+def test_what_is_no_file_of_weights_is_refused(place):
+    with pytest.raises(InputError, match="expected a file of weights that ends in"):
+        Adoption(place[0], "digits", place[0] / "x", name="mlp")
+    with pytest.raises(InputError, match="no such file"):
+        Adoption(place[0] / "none.pth", "digits", place[0] / "x", name="mlp")
+    assert ENSEMBLE == "ensemble"

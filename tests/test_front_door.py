@@ -1,0 +1,208 @@
+"""Data of one's own and nothing else said: the default recipes, their networks, and their epochs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import peerbayes as pb
+from commands import QUIET, called, change, refused, save_npz
+from peerbayes import networks
+from peerbayes.data import from_arrays
+from peerbayes.errors import InputError
+from peerbayes.recipes.recipe import Recipe, load_recipe, over_epochs, packaged
+from peerbayes.recipes.recipe_data import fitted_to
+from peerbayes.runs.run import Run
+
+WISHES = ["bayesian", "compress", "distil", "ensemble", "from-checkpoint", "peers", "plain", "text"]
+
+
+def images(count, side, channels):
+    pixels = np.random.default_rng(0).integers(0, 255, (count, side, side, channels), dtype=np.uint8)
+    return from_arrays((pixels.squeeze(), np.arange(count) % 2), (pixels[:4].squeeze(), np.arange(4) % 2))
+
+
+# ---- recipes by wish ------------------------------------------------------------------------------------------------
+
+
+def test_recipes_by_wish_are_listed_first_and_name_no_classes_and_no_layers():
+    assert list(packaged())[: len(WISHES)] == WISHES
+    assert [line.split()[0] for line in called("recipes", "list").splitlines()[: len(WISHES)]] == WISHES
+    for name in WISHES:
+        recipe = load_recipe(name)
+        assert recipe.data.classes is None
+        assert not any(stage.layers for stage in recipe.stages)
+        assert {peer.network for peer in recipe.peers} <= {"auto", "teachers"}
+
+
+def test_peers_have_the_settings_that_were_measured():
+    recipe = load_recipe("peers")
+    (stage,) = recipe.stages
+    assert [peer.posterior.rho for peer in recipe.peers] == [-5.0, -5.0]
+    assert stage.optimizer.model_dump(exclude_none=True) == {
+        "name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "clip": 0.0,
+    }  # fmt: skip
+    assert (stage.lr_schedule, stage.terms["kl"]["scheme"], stage.terms["kl"]["weight"]) == (
+        "cosine",
+        "layer_mean",
+        0.1,
+    )
+    assert (stage.terms["mutual"]["alpha"], stage.terms["mutual"]["temperature"]) == (0.5, 1.0)
+    assert recipe.data.validation == 0.1
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "network", "augment"),
+    [(8, 1, "resnet8", ["crop"]), (32, 3, "resnet20", ["crop", "flip"]), (96, 3, "timm/resnet18", ["crop", "flip"])],
+)
+def test_networks_and_crops_follow_the_images(side, channels, network, augment):
+    recipe = fitted_to(load_recipe("peers"), images(200, side, channels))
+    assert [peer.network for peer in recipe.peers] == [network] * 2
+    assert recipe.data.augment == augment
+    own = load_recipe("peers", ["peers.*.network=mlp"])
+    assert fitted_to(own, images(200, side, channels)) == own
+
+
+@pytest.mark.parametrize(("count", "size"), [(40, 16), (2000, 128), (400, 50)])
+def test_small_splits_have_small_batches(count, size):
+    assert fitted_to(load_recipe("plain"), images(count, 8, 1)).data.batch_size == size
+
+
+def test_auto_builds_the_network_that_it_stands_for():
+    inputs = networks.Inputs(3, (1, 8, 8), (0.5,), (0.2,))
+    found = {name: t.shape for name, t in networks.build("auto", inputs).state_dict().items()}
+    assert found == {name: t.shape for name, t in networks.build("resnet8", inputs).state_dict().items()}
+    assert networks.for_inputs(networks.Inputs(2, (9,), (), (), tokens=50)) == "fasttext100"
+
+
+def test_a_recipe_without_stages_needs_something_to_evaluate():
+    table = load_recipe("plain").model_dump(exclude_none=True) | {"stages": []}
+    with pytest.raises(InputError, match="stages are empty, and peer 'net' has no start_from"):
+        Recipe.parse(table, "mine")
+    table["peers"][0]["start_from"] = "net.pth"
+    assert Recipe.parse(table, "mine").epochs == 0
+
+
+# ---- epochs ---------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_scale_stages_milestones_warmup_and_schedules():
+    lines = ["stages.0.warmup=4.0", "stages.0.terms.kl.anneal=10.0",
+             "stages.1.terms.mutual.alpha={ schedule = 'cosine', start = 2.0, end = 0.5, epochs = 20.0 }"]  # fmt: skip
+    recipe = load_recipe("mutual/ours", lines)
+    half = over_epochs(recipe, 30)
+    assert [stage.epochs for stage in recipe.stages] == [40, 20]
+    assert [stage.epochs for stage in half.stages] == [20, 10]
+    assert [stage.lr_milestones for stage in half.stages] == [[10, 15, 18], [3, 6, 9]]
+    assert half.stages[0].warmup == 2.0
+    assert half.stages[0].terms["kl"]["anneal"] == 5.0
+    assert half.stages[1].terms["mutual"]["alpha"]["epochs"] == 10.0
+    assert over_epochs(recipe, 60) == recipe
+    for epochs in range(2, 80):
+        assert over_epochs(recipe, epochs).epochs == epochs
+        assert over_epochs(recipe, epochs).digest == over_epochs(recipe, epochs).digest
+    with pytest.raises(InputError, match="epochs is 1, expected at least 2, one a stage of mutual/ours"):
+        over_epochs(recipe, 1)
+
+
+# ---- on the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of small coloured images: red ones and blue ones."""
+    place = tmp_path_factory.mktemp("own") / "images"
+    noise = np.random.default_rng(0)
+    for name, channel in (("red", 0), ("blue", 2)):
+        (place / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = noise.integers(0, 100, (8, 8, 3), dtype=np.uint8)
+            pixels[..., channel] += 120
+            Image.fromarray(pixels).save(place / name / f"{number}.png")
+    return place
+
+
+def test_an_image_folder_is_all_that_training_needs(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = json.loads(
+        called("train", "--data", folder, "--epochs", 2, "--json", *QUIET, *change("evaluation.draws=3"))
+    )
+    run = Run(tmp_path / "runs" / "peers-seed0")
+    assert (record["recipe"], run.recipe.epochs) == ("peers", 2)
+    assert {peer.network for peer in run.recipe.peers} == {"resnet8"}
+    assert "validation" not in record
+    assert record["ensemble"]["temperature"] > 0  # there are validation images
+    assert run.recipe.data.name == str(folder)
+    called("train", "--data", folder, "--epochs", 2, "--resume", *QUIET, *change("evaluation.draws=3"))
+
+
+def test_texts_have_a_recipe_of_their_own(tmp_path):
+    words = {"good": "great lovely fine nice", "bad": "awful poor dull grim"}
+    rows = [f"{label},{' '.join(np.random.default_rng(n).choice(words[label].split(), 3))}"
+            for n in range(60) for label in words]  # fmt: skip
+    (tmp_path / "texts.csv").write_text("label,text\n" + "\n".join(rows))
+    record = json.loads(called("train", "--data", tmp_path / "texts.csv", "--epochs", 3, "--run", tmp_path / "run",
+                               "--json", *QUIET))  # fmt: skip
+    assert (record["recipe"], record["network"]) == ("text", "fasttext100")
+    assert record["ensemble"]["accuracy"] > 0.8
+
+
+def test_a_recipe_takes_other_data_network_and_epochs(tmp_path):
+    data = save_npz(tmp_path / "three.npz")
+    words = ("--data", data, "--network", "mlp", "--epochs", 1, "--run", tmp_path / "run", *change("data.validation=6"))
+    record = json.loads(called("train", "mutual/digits-dnn", *words, "--json", *QUIET))
+    assert (record["dataset"], record["network"], record["epochs"]) == ("three", "mlp", 1)
+
+
+def test_what_is_missing_is_said(tmp_path, capsys):
+    assert refused(capsys, "train") == (
+        "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
+    )
+    assert refused(capsys, "train", "--data").startswith("Option '--data' requires an argument. An image folder, texts")
+    assert refused(capsys, "train", "--data", tmp_path / "none").startswith(f"no data set '{tmp_path / 'none'}'")
+    assert "epochs" in refused(capsys, "train", "peers", "--epochs", 0)
+
+
+# ---- from Python ----------------------------------------------------------------------------------------------------
+
+
+def test_a_network_and_data_are_all_that_fit_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = from_arrays(*(
+        (np.random.default_rng(n).integers(0, 255, (60, 8, 8), dtype=np.uint8), np.arange(60) % 3) for n in (0, 1)
+    ), validation=12)  # fmt: skip
+    net = networks.build("mlp", networks.Inputs(3, data.shape, data.mean, data.std))
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    run = pb.fit(net, data=data, overrides=["stages.0.epochs=1", "stages.0.warmup=0.0"], device="cpu")
+    assert run.folder.name == "peers-seed0"
+    assert [posterior.kind for posterior in run.values()] == ["mean_field"] * 2
+    assert not torch.equal(run["first"].mean, run["second"].mean)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+# ---- one Bayesian network -------------------------------------------------------------------------------------------
+
+
+def test_one_bayesian_run_is_distilled_from_its_means(tmp_path):
+    data = save_npz(tmp_path / "three.npz")
+    words = ("--data", data, "--network", "mlp", "--run", tmp_path / "run", *change("data.validation=6"))
+    called("train", "bayesian", *words, "--epochs", 1, *QUIET)
+    (row,) = json.loads(called("distill", tmp_path / "run", "--run", tmp_path / "one", "--dry-run", "--json", *QUIET))
+    assert (row["recipe"], row["starts"]) == ("distil", {"student": str(tmp_path / "run" / "weights-net.safetensors")})
+    slow = change("stages.0.epochs=1", "stages.0.optimizer.lr=1e-9", "stages.0.optimizer.weight_decay=0.0")
+    called("distill", tmp_path / "run", "--run", tmp_path / "one", *QUIET, *slow)
+    teacher = Run(tmp_path / "run")["net"]
+    assert torch.allclose(Run(tmp_path / "one")["student"].mean, teacher.mean, atol=1e-6)
+    for into, near in (
+        (teacher.materialise(), True),
+        (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)), False),
+    ):
+        given = {name: tensor.clone() * 0 for name, tensor in into.state_dict().items()}
+        into.load_state_dict(given)
+        found = pb.distill(
+            Run(tmp_path / "run"), into, run=tmp_path / f"python-{near}", overrides=slow[1::2], device="cpu"
+        )
+        mean = dict(found.named_parameters())
+        assert near == any(tensor.abs().max() > 1e-3 for tensor in mean.values())
