@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         terms,
         training,
     )
+    from peerbayes.api.calibrating import calibrate
     from peerbayes.api.compressing import compress
     from peerbayes.api.distilling import distill
     from peerbayes.api.fitting import fit, train
@@ -61,6 +62,7 @@ _HOMES = {
     "Shared": "codebook.shared",
     "Step": "terms.step",
     "Weights": "posteriors.base",
+    "calibrate": "api.calibrating",
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
@@ -102,6 +104,7 @@ __all__ = [
     "Shared",
     "Step",
     "Weights",
+    "calibrate",
     "codebook",
     "compress",
     "data",

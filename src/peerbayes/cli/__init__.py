@@ -13,7 +13,7 @@ import typer
 
 from peerbayes import __version__
 from peerbayes.cli.learn import compress, distill, sweep, train
-from peerbayes.cli.look import evaluate, figure, predict, recipes, size
+from peerbayes.cli.look import calibrate, evaluate, figure, predict, recipes, size
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, TrainingError
 
@@ -44,7 +44,7 @@ def _options(
     pass
 
 
-for _verb in (demo, recipes, train, distill, compress, evaluate, predict, size, sweep, figure, bench):
+for _verb in (demo, recipes, train, distill, compress, evaluate, calibrate, predict, size, sweep, figure, bench):
     app.command()(_verb)
 
 

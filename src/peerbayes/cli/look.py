@@ -1,4 +1,4 @@
-"""Verbs that look at recipes and at trained runs: recipes, evaluate, predict, size and figure."""
+"""Verbs that look at recipes and at trained runs: recipes, evaluate, calibrate, predict, size and figure."""
 
 from __future__ import annotations
 
@@ -107,6 +107,41 @@ def evaluate(
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 print(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", file=sys.stderr)
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
+
+
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or weights files of runs.")],
+    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Fit temperatures on the validation split, and keep them with the weights; training does so at its end.
+
+    Predictions are calibrated by them from then on; evaluation is not.
+    """
+    from peerbayes.api.calibrating import calibrate as fitted
+    from peerbayes.reports.tables import aligned
+    from peerbayes.runs.run import peers_at
+
+    trust_runs(trust)
+    records: list[dict[str, Any]] = []
+    for path in runs:
+        with waiting():
+            run = fitted(path, draws=draws, device=device, root=data_root)
+        _, names = peers_at(path)
+        records.append({"run": str(path), "peers": {name: run[name].temperature for name in names}})
+        if len(names) > 1:
+            records[-1]["ensemble"] = run.temperature
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+        return
+    lines = [["run", "peer", "temperature"]]
+    for record in records:
+        temperatures = record["peers"] | ({"ensemble": record["ensemble"]} if "ensemble" in record else {})
+        lines += [[record["run"], name, f"{value:.3f}"] for name, value in temperatures.items()]
+    typer.echo("\n".join(aligned(lines, 2)))
 
 
 def predict(

@@ -70,7 +70,7 @@ def as_mean_field(posterior: Shared) -> MeanField:
     found = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
     with torch.no_grad():
         found.rho.copy_(inverse_softplus(posterior.std))
-    found.seed, found.name = posterior.seed, posterior.name
+    found.seed, found.name, found.temperature = posterior.seed, posterior.name, posterior.temperature
     return found
 
 

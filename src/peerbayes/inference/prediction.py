@@ -7,7 +7,7 @@ import math
 import operator
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
@@ -40,10 +40,12 @@ class Prediction:
     """The average prediction of many draws.
 
     Attributes:
-        log_probabilities: log p̄, with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits. (N, C).
+        log_probabilities: log softmax(log p̄ / T), with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits.
+            (N, C).
         expected_entropy: (1/S) Σ_s H[p_s] in nats. (N,).
         draws: how many draws each image got. (N,), int64.
         address: where the draws live; draw s is at ``address.at(s)``.
+        temperature: T, by which it is calibrated; 1 leaves it as it is.
     """
 
     log_probabilities: Tensor
@@ -51,10 +53,12 @@ class Prediction:
     draws: Tensor
     address: Address
     _posterior: Posterior | None = field(default=None, repr=False, compare=False)
+    temperature: float = 1.0
+    _raw: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def probabilities(self) -> Tensor:
-        """p̄, shape (N, C)."""
+        """p̄, tempered; shape (N, C)."""
         return self.log_probabilities.exp()
 
     @property
@@ -64,13 +68,31 @@ class Prediction:
 
     @property
     def entropy(self) -> Tensor:
-        """H[p̄] in nats, shape (N,)."""
+        """H[p̄], tempered, in nats; shape (N,)."""
         return entropy_of(self.log_probabilities)
 
     @property
+    def raw(self) -> Prediction:
+        """The same prediction at temperature 1: the plain average of the draws."""
+        return self if self._raw is None else replace(self, log_probabilities=self._raw, temperature=1.0, _raw=None)
+
+    def tempered(self, temperature: float) -> Prediction:
+        """Return the prediction softmax(log p̄ / T) of the plain average p̄, whatever it is tempered by now."""
+        raw = self.raw
+        if temperature == 1:
+            return raw
+        if not 0 < temperature < math.inf:
+            raise InputError(f"temperature is {temperature}, expected a positive number")
+        log_p = (raw.log_probabilities / temperature).log_softmax(-1)
+        return replace(raw, log_probabilities=log_p, temperature=temperature, _raw=raw.log_probabilities)
+
+    @property
     def disagreement(self) -> Tensor:
-        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0."""
-        return (self.entropy - self.expected_entropy).clamp_min(0)
+        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0.
+
+        It is of the draws, and no temperature changes it.
+        """
+        return (self.raw.entropy - self.expected_entropy).clamp_min(0)
 
     def replay(self, draw: int) -> Weights:
         """Return the weights of one of the draws, again, exactly."""
@@ -107,6 +129,7 @@ def predict(
     batch_size: int | None = None,
     settle: float | None = None,
     precision: Precision = "auto",
+    calibrated: bool = True,
 ) -> Prediction:
     """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
 
@@ -125,6 +148,7 @@ def predict(
         settle: stop drawing for an image once its predicted class is settled at this error level: the chance
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
         precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
+        calibrated: temper p̄ by the posterior's temperature, which is 1 unless it has been fitted.
     """
     for option, number in (("draws", draws), ("batch_size", batch_size)):
         if number is not None and not (isinstance(number, SupportsIndex) and operator.index(number) >= 1):
@@ -161,7 +185,7 @@ def predict(
                 known = f"it has learnt those of shape {learnt}"
                 raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
             if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
-                return found
+                return found.tempered(posterior.temperature) if calibrated else found
             half = None
 
 
@@ -217,7 +241,7 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
 def predict_split(
     posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predict a whole split in chunks that fit in memory.
+    """Predict a whole split in chunks that fit in memory, at temperature 1.
 
     Returns:
         log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
@@ -226,7 +250,7 @@ def predict_split(
     first, _ = split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
     for index in torch.arange(len(split)).split(max(1, IMAGES // first.nbytes)):
         images, labels = split.batch(index, posterior.device)
-        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
+        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle, calibrated=False)
         parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
     log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
     return log_p, labels, disagreement, spent
@@ -343,6 +367,11 @@ def _keep_heap() -> None:
     # in again page by page: a fifth of the time of a prediction. Freeing one large block, which is never touched,
     # raises its threshold for that from a few MiB to 62 MiB, once a process; other C libraries take no notice.
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+def mean_of(log_p: Tensor) -> Tensor:
+    """Return log (1/K) Σ_k p_k for log-probabilities (K, N, C)."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def entropy_of(log_p: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from peerbayes.data.splits import ArraySplit, FolderSplit, Split
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
-from peerbayes.inference.prediction import entropy_of
-from peerbayes.reports.out_of_distribution import mean_of
+from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.reports.record import Record
 from peerbayes.reports.tables import aligned
 from peerbayes.runs.run import Run, peers_at

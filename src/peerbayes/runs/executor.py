@@ -193,7 +193,7 @@ def _take_over(node: Node, device: torch.device) -> None:
         posterior.to(device)
         posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
         posterior.seed, posterior.name, posterior.input_shape = node.seed, name, run[name].input_shape
-        posterior.provenance = run[name].provenance
+        posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
 
 
 # ---- checks before anything is written -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peerbayes import networks
@@ -69,6 +69,7 @@ class _About(Table):
     hardware: str = ""
     versions: dict[str, str] = {}
     seconds: float = 0.0
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
 class _PeerLine(Table):
@@ -145,6 +146,12 @@ class Run(Mapping[str, Posterior]):
     def finished(self) -> bool:
         """Whether training reached its end."""
         return bool(self.about.get("finished", False))
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of all its peers as one, which is that of its only peer; 1 where none was fitted."""
+        (name, *others) = self
+        return float(self.about.get("temperature", 1.0)) if others else self[name].temperature
 
     @property
     def origins(self) -> dict[str, str]:
