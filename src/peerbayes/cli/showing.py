@@ -47,7 +47,7 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
             self.since = time.monotonic()
             progress.reset(task, total=passes)
 
-        def advance(self, passes: int) -> None:
+        def advance(self, passes: float) -> None:
             progress.advance(task, passes)
             if time.monotonic() - self.since > patience:
                 progress.start()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
 import math
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
@@ -21,8 +24,10 @@ from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
+from peerbayes.posteriors import storage
 from peerbayes.posteriors.network_state import evaluating
 from peerbayes.posteriors.prepare import prepared
+from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -35,7 +40,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The average prediction of many draws.
 
@@ -46,6 +51,9 @@ class Prediction:
         draws: how many draws each image got. (N,), int64.
         address: where the draws live; draw s is at ``address.at(s)``.
         temperature: T, by which it is calibrated; 1 leaves it as it is.
+        inputs: names of what was predicted, files or texts, say; by default their numbers.
+        kind: what each of them is, the heading of their column.
+        class_names: where they are known; by default classes are numbered.
     """
 
     log_probabilities: Tensor
@@ -55,6 +63,9 @@ class Prediction:
     _posterior: Posterior | None = field(default=None, repr=False, compare=False)
     temperature: float = 1.0
     _raw: Tensor | None = field(default=None, repr=False, compare=False)
+    inputs: Sequence[str] | None = None
+    kind: str = "input"
+    class_names: Sequence[str] | None = None
 
     @property
     def probabilities(self) -> Tensor:
@@ -94,6 +105,113 @@ class Prediction:
         """
         return (self.raw.entropy - self.expected_entropy).clamp_min(0)
 
+    @property
+    def labels(self) -> list[str]:
+        """The name of the most probable class of each input."""
+        names = self._names
+        return [names[number] for number in self.classes.tolist()]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What tables show, by heading: input, class, its probability, entropy and disagreement."""
+        inputs = map(str, range(len(self))) if self.inputs is None else self.inputs
+        return {
+            self.kind: list(inputs),
+            "class": self.labels,
+            "probability": self.probabilities.amax(-1).tolist(),
+            "entropy": self.entropy.tolist(),
+            "disagreement": self.disagreement.tolist(),
+        }
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield what `columns` holds input by input, with the probabilities of all classes by name."""
+        columns, names = self.columns, self._names
+        for cells, probabilities in zip(zip(*columns.values(), strict=True), self.probabilities.tolist(), strict=True):
+            row = dict(zip(columns, cells, strict=True))
+            yield row | {"probabilities": dict(zip(names, probabilities, strict=True))}
+
+    def to_pandas(self, probabilities: bool = False) -> Any:
+        """Return `columns` as a `pandas.DataFrame`, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        try:
+            import pandas
+        except ImportError:
+            raise InputError("to_pandas needs pandas, which is not installed: pip install pandas") from None
+        return pandas.DataFrame(self._table(probabilities))
+
+    def to_csv(self, path: str | Path, probabilities: bool = False) -> None:
+        """Write `columns` to a CSV file, atomically, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        columns, text = self._table(probabilities), io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
+        storage.write_bytes(Path(path), text.getvalue().encode())
+
+    def _table(self, probabilities: bool) -> dict[str, list[Any]]:
+        if not probabilities:
+            return self.columns
+        by_class = zip(self._names, self.probabilities.T.tolist(), strict=True)
+        return self.columns | {f"p({name})": values for name, values in by_class}
+
+    @property
+    def _names(self) -> list[str]:
+        count = self.log_probabilities.shape[-1]
+        names = list(self.class_names or ())
+        if len(names) != count:
+            return [str(number) for number in range(count)]
+        return names if len(set(names)) == count else [f"{number} {name}" for number, name in enumerate(names)]
+
+    def __len__(self) -> int:
+        return len(self.log_probabilities)
+
+    def __getitem__(self, rows: slice) -> Prediction:
+        """Return the prediction of some of the inputs, ``prediction[:10]``."""
+        if not isinstance(rows, slice):
+            raise InputError(f"expected a slice of a prediction, such as [:10], got {rows!r}")
+        return replace(
+            self,
+            **{name: value[rows] for name, value in self.by_input().items()},
+            inputs=[str(number) for number in range(len(self))[rows]] if self.inputs is None else self.inputs[rows],
+        )
+
+    def by_input(self) -> dict[str, Tensor]:
+        """Return the tensors that have a row an input, by the name of their field."""
+        names = ("log_probabilities", "expected_entropy", "draws", "_raw")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prediction]) -> Prediction:
+        """Return predictions of one batch of inputs after another, made alike, as one."""
+        first, *others = parts
+        if not others:
+            return first
+        whole = {name: torch.cat([part.by_input()[name] for part in parts]) for name in first.by_input()}
+        inputs = [name for part in parts for name in part.columns[first.kind]] if first.inputs is not None else None
+        return replace(first, **whole, inputs=inputs)
+
+    def rows(self, most: int | None = None) -> list[list[str]]:
+        """Return `columns` as cells of text, headings first; with ``most``, of so many inputs, and cut texts."""
+        columns = (self if most is None else self[:most]).columns
+        rows = [[_cell(value) for value in row] for row in zip(*columns.values(), strict=True)]
+        if most is not None and self.kind == "text":
+            rows = [[text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…", *others] for text, *others in rows]
+        return [list(columns), *rows]
+
+    def _caption(self) -> str:
+        count, most = len(self), int(self.draws.max()) if len(self) else 0
+        draws = f"{most} draw{'s' * (most != 1)}"
+        tempered = "" if self.temperature == 1 else f", temperature {self.temperature:.3g}"
+        return f"Prediction of {count:,} {self.kind}{'s' * (count != 1)}: {draws}{tempered}"
+
+    def _omitted(self) -> str:
+        return f"and {len(self) - SHOWN:,} more" if len(self) > SHOWN else ""
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, [self._caption(), *aligned(self.rows(SHOWN), 2), self._omitted()]))
+
+    def _repr_html_(self) -> str:
+        more = self._omitted()
+        return f"<p>{self._caption()}</p>{html_table(self.rows(SHOWN), 2)}" + (f"<p>{more}</p>" if more else "")
+
     def replay(self, draw: int) -> Weights:
         """Return the weights of one of the draws, again, exactly."""
         if not (isinstance(draw, SupportsIndex) and 0 <= operator.index(draw) < int(self.draws.max())):
@@ -102,7 +220,8 @@ class Prediction:
             )
         if self._posterior is None:
             raise InputError(
-                "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
+                "this prediction was made without a posterior of its own, or with several: replay that of one peer, or "
+                "use posterior.draw(prediction.address.at(n))"
             )
         with torch.no_grad():  # as in the prediction: a draw to be trained may round otherwise
             return self._posterior.draw(self.address.at(draw))
@@ -116,6 +235,8 @@ BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one for
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
+SHOWN = 10  # inputs of a prediction that are shown
+WIDTH = 60  # characters of a text that are
 
 
 @torch.no_grad()
@@ -274,7 +395,9 @@ def _average(
         total = torch.logaddexp(total, one) if total.numel() else one
         entropy += entropy_of(log_p).sum(0)
     count = torch.full((len(images),), draws, device=device)
-    return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
+    return Prediction(
+        total - math.log(draws), entropy / draws, count, address, posterior, class_names=posterior.class_names
+    )
 
 
 def _passes(
@@ -358,7 +481,13 @@ def _settle(
             break
     assert total is not None
     count = spent.to(device)
-    return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
+    return Prediction(
+        total - count.log()[:, None], entropy / count, count, address, posterior, class_names=posterior.class_names
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 @functools.cache

@@ -95,6 +95,7 @@ class Posterior(nn.Module):
         super().__init__()
         self.seed, self.name = seed, name
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
+        self.class_names: tuple[str, ...] | None = None
         self.temperature = 1.0  # that predictions are divided by, in logarithms; see `peerbayes.calibrate`
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")

@@ -27,7 +27,7 @@ from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, within
 from peerbayes.importing import allow, in_run, trusting
-from peerbayes.inference.prediction import predict_split
+from peerbayes.inference.prediction import Prediction, predict_split
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
@@ -244,6 +244,7 @@ class Run(Mapping[str, Posterior]):
             self._loaded[peer] = posterior
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
+            posterior.class_names = tuple(self.about["class_names"]) if self.about.get("class_names") else None
             posterior.provenance = trained_into(self.folder, self.about.get("generation", 0))
         return self._loaded[peer]
 
@@ -272,13 +273,54 @@ class Run(Mapping[str, Posterior]):
         """
         posterior = (self[peer] if posterior is None else posterior).to(device)
         predicted = predict_split(posterior, split, draws, seed=self.seed, name=peer, settle=settle)
-        bad = int(predicted[0].isnan().any(1).sum())
+        self.refuse_nan(peer, predicted[0])
+        return predicted
+
+    def refuse_nan(self, peer: str, log_p: Tensor) -> None:
+        """Refuse log-probabilities (N, C) of a peer that are not numbers."""
+        bad = int(log_p.isnan().any(1).sum())
         if bad:
             raise InputError(
-                f"{self.weights_file(peer)}: {bad} of {len(predicted[0])} predictions are not numbers (NaN); a weight, "
+                f"{self.weights_file(peer)}: {bad} of {len(log_p)} predictions are not numbers (NaN); a weight, "
                 "a scale or a statistic of batch-norm is out of range"
             )
-        return predicted
+
+    def predict(
+        self,
+        inputs: Any,
+        peer: str | None = None,
+        *,
+        draws: int | None = None,
+        calibrated: bool = True,
+        device: str | torch.device = "auto",
+    ) -> Prediction:
+        """Predict new inputs: their classes by name, how probable, and how unsure the network is.
+
+        Args:
+            inputs: of images: files, folders, a CSV file with a column ``path``, arrays, tensors or PIL images, alone
+                or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
+                of another size than was learnt, are resized and their centre cut out, as in evaluation.
+            peer: its name; by default the average of all peers' probabilities.
+            draws: of each peer; by default as many as the recipe judges with.
+            calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
+            device: where to predict.
+        """
+        batches = self.predict_batches(inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        return Prediction.joined(list(batches))
+
+    def predict_batches(
+        self,
+        inputs: Any,
+        peer: str | None = None,
+        *,
+        draws: int | None = None,
+        calibrated: bool = True,
+        device: str | torch.device = "auto",
+    ) -> Iterator[Prediction]:
+        """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in."""
+        from peerbayes.runs.predicting import predict_batches
+
+        return predict_batches(self, inputs, peer, draws=draws, calibrated=calibrated, device=device)
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""
