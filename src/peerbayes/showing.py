@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -42,3 +44,26 @@ def html_facts(title: str, facts: Mapping[str, object]) -> str:
         for name, fact in facts.items()
     )
     return f"<p><b>{html.escape(title)}</b></p><table><tbody>{rows}</tbody></table>"
+
+
+class Page:
+    """An HTML page of a file, which shows itself in a notebook, where its style reaches nothing else.
+
+    Args:
+        path: of the file.
+        text: of the page: one ``style``, and a ``body``.
+    """
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+
+    def __repr__(self) -> str:
+        return f"Page('{self.path}')"
+
+    def _repr_html_(self) -> str:
+        style, body = (
+            match[1] if (match := re.search(f"<{tag}>(.*)</{tag}>", self.text, re.DOTALL)) else ""
+            for tag in ("style", "body")
+        )
+        style = re.sub(r"\bbody\b|:root", "&", style)  # of the nested rules: the page itself
+        return f'<style>.peerbayes-page {{ {style} }}</style><div class="peerbayes-page">{body}</div>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib
 import io
 import math
 import operator
@@ -133,7 +134,7 @@ class Prediction:
     def to_pandas(self, probabilities: bool = False) -> Any:
         """Return `columns` as a `pandas.DataFrame`, with ``probabilities`` a column of each class's, ``p(NAME)``."""
         try:
-            import pandas
+            pandas = importlib.import_module("pandas")
         except ImportError:
             raise InputError("to_pandas needs pandas, which is not installed: pip install pandas") from None
         return pandas.DataFrame(self._table(probabilities))
@@ -167,13 +168,11 @@ class Prediction:
         """Return the prediction of some of the inputs, ``prediction[:10]``."""
         if not isinstance(rows, slice):
             raise InputError(f"expected a slice of a prediction, such as [:10], got {rows!r}")
-        return replace(
-            self,
-            **{name: value[rows] for name, value in self.by_input().items()},
-            inputs=[str(number) for number in range(len(self))[rows]] if self.inputs is None else self.inputs[rows],
-        )
+        inputs = [str(number) for number in range(len(self))[rows]] if self.inputs is None else self.inputs[rows]
+        by_input: dict[str, Any] = {name: value[rows] for name, value in self.by_input().items()}
+        return replace(self, **by_input, inputs=inputs)
 
-    def by_input(self) -> dict[str, Tensor]:
+    def by_input(self) -> dict[str, Any]:
         """Return the tensors that have a row an input, by the name of their field."""
         names = ("log_probabilities", "expected_entropy", "draws", "_raw")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -184,7 +183,9 @@ class Prediction:
         first, *others = parts
         if not others:
             return first
-        whole = {name: torch.cat([part.by_input()[name] for part in parts]) for name in first.by_input()}
+        whole: dict[str, Any] = {
+            name: torch.cat([part.by_input()[name] for part in parts]) for name in first.by_input()
+        }
         inputs = [name for part in parts for name in part.columns[first.kind]] if first.inputs is not None else None
         return replace(first, **whole, inputs=inputs)
 

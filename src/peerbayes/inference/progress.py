@@ -40,8 +40,8 @@ class Share(Watcher):
         self.whole.advance(passes * self.size / self._passes)
 
 
-_NOBODY = Watcher()
-watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=_NOBODY)
+NOBODY = Watcher()
+watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=NOBODY)
 
 
 @contextlib.contextmanager

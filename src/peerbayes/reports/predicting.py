@@ -33,7 +33,7 @@ def predict_inputs(
         device: where to predict.
         trust: allow what the run's recipe names as ``package.module:name``.
     """
-    how = {"draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
+    how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
     return [record for batch in predictions_at(path, inputs, **how) for record in batch.records()]
 
 

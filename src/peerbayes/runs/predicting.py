@@ -53,8 +53,7 @@ def _as_one(parts: list[Prediction]) -> Prediction:
     """Return the average of the predictions of several posteriors, with all of their draws, on the CPU."""
     first, *others = parts
     if not others:
-        tensors = {name: tensor.cpu() for name, tensor in first.by_input().items()}
-        return replace(first, **tensors)
+        return replace(first, **{name: tensor.cpu() for name, tensor in first.by_input().items()})
     return Prediction(
         mean_of(torch.stack([part.log_probabilities for part in parts])).cpu(),
         torch.stack([part.expected_entropy for part in parts]).mean(0).cpu(),

@@ -28,6 +28,7 @@ from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, within
 from peerbayes.importing import allow, in_run, trusting
 from peerbayes.inference.prediction import Prediction, predict_split
+from peerbayes.inference.progress import NOBODY, watcher_now
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
@@ -35,6 +36,8 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.schema import Strict, Table
+from peerbayes.showing import Page, html_facts, html_table
+from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
 TAUGHT_BY = "the teachers"  # what a run remembers them by
@@ -306,7 +309,8 @@ class Run(Mapping[str, Posterior]):
             device: where to predict.
         """
         batches = self.predict_batches(inputs, peer, draws=draws, calibrated=calibrated, device=device)
-        return Prediction.joined(list(batches))
+        with waiting(quiet=watcher_now.get() is not NOBODY):
+            return Prediction.joined(list(batches))
 
     def predict_batches(
         self,
@@ -346,6 +350,28 @@ class Run(Mapping[str, Posterior]):
         state = "" if self.finished else ", not finished"
         return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{state})"
 
+    def _repr_html_(self) -> str:
+        recipe = self.recipe
+        page = html_facts(
+            f"Run {self.folder}",
+            {
+                "recipe": f"{recipe.name}: {recipe.title}",
+                "data": recipe.data.name,
+                "peers": ", ".join(f"{peer.name} ({peer.network}, {peer.posterior.kind})" for peer in recipe.peers),
+                "seed": self.seed,
+                "state": f"finished, {self.about.get('seconds', 0):.0f} s" if self.finished else "not finished",
+            },
+        )
+        judged = self.folder / "evaluation.json"
+        return page + (_judged(read_json(judged)) if judged.is_file() else "")
+
+    def report(self) -> Page:
+        """Return the run's report page, which shows itself in a notebook; `peerbayes evaluate` writes it."""
+        path = self.folder / "report.html"
+        if not path.is_file():
+            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it")
+        return Page(path, path.read_text("utf-8"))
+
     def __iter__(self) -> Iterator[str]:
         return (peer.name for peer in self.recipe.peers)
 
@@ -383,6 +409,15 @@ def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
+
+
+def _judged(record: Mapping[str, Any]) -> str:
+    """Return accuracy, NLL and ECE of a record as HTML, a row a peer."""
+    rows = [["peer", "accuracy", "NLL", "ECE"]]
+    for peer in [*record.get("peers", ()), *filter(None, [record.get("ensemble")])]:
+        figures = [f"{100 * peer['accuracy']:.2f} %", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
+        rows.append([peer.get("name", "ensemble"), *figures])
+    return html_table(rows, 1)
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:
