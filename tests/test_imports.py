@@ -17,6 +17,7 @@ ROOMS = [
     "moved",
     "importing",
     "schema",
+    "showing",
     "math",
     "networks",
     "data",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         training,
     )
     from peerbayes.adopting import Adopted, adopt
+    from peerbayes.api.calibrating import calibrate
     from peerbayes.api.compressing import compress
     from peerbayes.api.distilling import distill
     from peerbayes.api.fitting import fit, train
@@ -64,6 +65,7 @@ _HOMES = {
     "Step": "terms.step",
     "Weights": "posteriors.base",
     "adopt": "adopting",
+    "calibrate": "api.calibrating",
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
@@ -107,6 +109,7 @@ __all__ = [
     "Step",
     "Weights",
     "adopt",
+    "calibrate",
     "codebook",
     "compress",
     "data",

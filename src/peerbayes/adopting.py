@@ -14,19 +14,21 @@ from peerbayes import metrics
 from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
+from peerbayes.inference.prediction import mean_of
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.reports.out_of_distribution import MIXED, mean_of
+from peerbayes.reports.out_of_distribution import MIXED
 from peerbayes.reports.page import write_report
 from peerbayes.reports.record import Record
 from peerbayes.reports.records import evaluate, write_record
-from peerbayes.reports.tables import ENSEMBLE, aligned
+from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, slug
+from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
 
 RECIPE = "from-checkpoint"

@@ -46,7 +46,7 @@ def pictures(tmp_path_factory):
 
 def test_peers_predict_as_one_and_say_how_unsure_they_are(run, pictures):
     folder, pixels = pictures
-    found = predict_inputs(run.folder, [folder], draws=4, device="cpu")
+    found = predict_inputs(run.folder, [folder], draws=4, calibrated=False, device="cpu")
     assert [one["file"] for one in found] == [
         str(folder / name) for name in ("0.png", "1.png", "2.png", "3.png", "4.png", "5.bmp")
     ]

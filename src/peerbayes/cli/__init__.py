@@ -15,7 +15,7 @@ import typer
 
 from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
-from peerbayes.cli.look import evaluate, figure, predict, recipes, size
+from peerbayes.cli.look import calibrate, evaluate, figure, predict, recipes, size
 from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
@@ -47,7 +47,8 @@ def _options(
     pass
 
 
-for _verb in (demo, recipes, train, adopt, distill, compress, evaluate, predict, size, sweep, figure, bench):
+_VERBS = (demo, recipes, train, adopt, distill, compress, evaluate, calibrate, predict, size, sweep, figure, bench)
+for _verb in _VERBS:
     app.command()(_verb)
 
 

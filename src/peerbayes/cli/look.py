@@ -1,8 +1,11 @@
-"""Verbs that look at recipes and at trained runs: recipes, evaluate, predict, size and figure."""
+"""Verbs that look at recipes and at trained runs: recipes, evaluate, calibrate, predict, size and figure."""
 
 from __future__ import annotations
 
+import csv
+import enum
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,14 @@ from peerbayes.cli.options import DataRoot, Device, Json, Trust
 from peerbayes.cli.showing import judge, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
+
+
+class Form(enum.Enum):
+    """How predictions are printed."""
+
+    table = "table"
+    csv = "csv"
+    jsonl = "jsonl"
 
 
 def recipes(
@@ -108,27 +119,86 @@ def evaluate(
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or weights files of runs.")],
+    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    device: Device = "auto",
+    data_root: DataRoot = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Fit temperatures on the validation split, and keep them with the weights; training does so at its end.
+
+    Predictions are calibrated by them from then on; evaluation is not.
+    """
+    from peerbayes.api.calibrating import calibrate as fitted
+    from peerbayes.runs.run import peers_at
+    from peerbayes.showing import aligned
+
+    trust_runs(trust)
+    records: list[dict[str, Any]] = []
+    for path in runs:
+        with waiting():
+            run = fitted(path, draws=draws, device=device, root=data_root)
+        _, names = peers_at(path)
+        records.append({"run": str(path), "peers": {name: run[name].temperature for name in names}})
+        if len(names) > 1:
+            records[-1]["ensemble"] = run.temperature
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+        return
+    lines = [["run", "peer", "temperature"]]
+    for record in records:
+        temperatures = record["peers"] | ({"ensemble": record["ensemble"]} if "ensemble" in record else {})
+        lines += [[record["run"], name, f"{value:.3f}"] for name, value in temperatures.items()]
+    typer.echo("\n".join(aligned(lines, 2)))
+
+
 def predict(
     run: Annotated[Path, typer.Argument(help="A run folder, whose peers predict as one, or a weights file of a run.")],
     inputs: Annotated[
         list[str],
-        typer.Argument(help="Image files or folders of them; for texts: text files, one a line, or texts."),
+        typer.Argument(
+            help="Image files, folders of them, or a CSV file with a column 'path'; for texts: text files, one a line, "
+            "CSV files, or texts."
+        ),
     ],
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    form: Annotated[
+        Form, typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes.")
+    ] = Form.table,
+    raw: Annotated[bool, typer.Option("--raw", help="Without the temperature that is kept with the weights.")] = False,
     device: Device = "auto",
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Predict new images or texts: their classes, and how unsure the network is of them.
 
-    Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ.
+    Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ. CSV
+    and JSON lines are written as predictions are made, of any number of inputs.
     """
-    from peerbayes.reports.predicting import predict_inputs, prediction_table
+    from peerbayes.reports.predicting import predictions_at
+    from peerbayes.showing import aligned
 
     trust_runs(trust)
+    batches = predictions_at(run, inputs, draws=draws, calibrated=not raw, device=device)
     with waiting():
-        found = predict_inputs(run, inputs, draws=draws, device=device)
-    say(json.dumps(found, indent=1) if as_json else prediction_table(found))
+        if as_json:
+            say(json.dumps([record for batch in batches for record in batch.records()], indent=1))
+        elif form is Form.jsonl:
+            for batch in batches:
+                sys.stdout.writelines(json.dumps(record) + "\n" for record in batch.records())
+        elif form is Form.csv:
+            writer = csv.writer(sys.stdout, lineterminator="\n")
+            for number, batch in enumerate(batches):
+                if number == 0:
+                    writer.writerow(batch.columns)
+                writer.writerows(zip(*batch.columns.values(), strict=True))
+        else:
+            lines: list[list[str]] = []
+            for batch in batches:
+                lines += batch.rows()[bool(lines) :]  # the headings once
+            say("\n".join(aligned(lines, 2)))
 
 
 def size(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,37 +31,11 @@ def reporter(quiet: bool) -> Reporter:
     return Reporter() if quiet else ConsoleReporter()
 
 
-@contextlib.contextmanager
-def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
-    """Show on a terminal how far predictions within the block are, where one takes longer than some seconds."""
-    from rich.console import Console
+def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManager[None]:
+    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`."""
+    from peerbayes.training.reporters import waiting as shown
 
-    console = Console(file=sys.stderr)
-    if quiet or not console.is_terminal:
-        yield
-        return
-    from rich.progress import Progress
-
-    from peerbayes.inference.progress import Watcher, watched
-
-    progress = Progress(console=console, transient=True)
-    task = progress.add_task("predicting")
-
-    class Bar(Watcher):
-        def begin(self, passes: int) -> None:
-            self.since = time.monotonic()
-            progress.reset(task, total=passes)
-
-        def advance(self, passes: int) -> None:
-            progress.advance(task, passes)
-            if time.monotonic() - self.since > patience:
-                progress.start()
-
-    try:
-        with watched(Bar()):
-            yield
-    finally:
-        progress.stop()
+    return shown(quiet, patience)
 
 
 def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:

@@ -71,7 +71,7 @@ def as_mean_field(posterior: Shared) -> MeanField:
     field = MeanField(posterior.materialise(), bayesian=lambda name, _module: name in names)
     with torch.no_grad():
         field.rho.copy_(inverse_softplus(posterior.std))
-    field.seed, field.name = posterior.seed, posterior.name
+    field.seed, field.name, field.temperature = posterior.seed, posterior.name, posterior.temperature
     return field
 
 

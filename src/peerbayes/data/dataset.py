@@ -43,8 +43,10 @@ from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
 from peerbayes.networks.registry import WordVectors
+from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none
+NAMED = 10  # classes that are shown
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
 
 
@@ -81,6 +83,23 @@ class Dataset:
     soft_labels: Tensor | None = None
     vocabulary: Vocabulary | None = None
     vectors: WordVectors | None = None
+
+    def _repr_html_(self) -> str:
+        named = ", ".join((self.class_names or ())[:NAMED])
+        more = f" and {self.classes - NAMED:,} more" if named and self.classes > NAMED else ""
+        facts: dict[str, object] = {
+            "training": f"{len(self.train):,}",
+            "validation": "none" if self.validation is None else f"{len(self.validation):,}",
+            "test": f"{len(self.test):,}",
+            "classes": f"{self.classes:,}" + (f": {named}{more}" if named else ""),
+            "shape": " × ".join(map(str, self.shape)) + ("" if self.vocabulary is None else " token numbers"),
+        }
+        if self.mean:
+            facts |= {
+                name: ", ".join(f"{value:.3f}" for value in values)
+                for name, values in (("mean", self.mean), ("deviation", self.std))
+            }
+        return html_facts(f"Dataset {self.name}", facts)
 
 
 def names() -> tuple[str, ...]:

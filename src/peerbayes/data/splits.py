@@ -213,7 +213,7 @@ class FolderSplit:
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """See :meth:`Split.batch`; a file that cannot be decoded is named."""
         shortest = round(self.size * self.margin)
-        return self._decoded(index, device, lambda _, file: _centre(file, shortest, self.size))
+        return self._decoded(index, device, lambda _, file: centre(open_rgb(file), shortest, self.size))
 
     def crops(self, index: Tensor, device: torch.device, address: Address, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return a batch as `batch` does, but of random boxes of all that the files hold, each resized (antialiased).
@@ -265,16 +265,21 @@ def open_rgb(file: str) -> Image.Image:
     except Exception as error:  # decoders raise many types on broken files
         reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
         raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
+    return in_rgb(image, file)
+
+
+def in_rgb(image: Image.Image, where: str) -> Image.Image:
+    """Return an image of 8 bits a channel in RGB; transparency is dropped."""
     if image.mode.startswith(("I", "F")):
-        raise InputError(f"{file}: expected an image of 8 bits a channel, got mode {image.mode}")
+        raise InputError(f"{where}: expected an image of 8 bits a channel, got mode {image.mode}")
     if image.mode == "RGB":
         return image
     # A palette whose transparency is given in bytes has to go through RGBA.
     return (image.convert("RGBA") if image.mode in ("P", "PA") else image).convert("RGB")
 
 
-def _centre(file: str, shortest: int, size: int) -> NDArray[np.uint8]:
-    image = open_rgb(file)
+def centre(image: Image.Image, shortest: int, size: int) -> NDArray[np.uint8]:
+    """Return the middle (size, size, C) of an image whose shortest side is brought to ``shortest``."""
     height, width = _scaled(image.height, image.width, shortest)
     top, left = round((height - size) / 2), round((width - size) / 2)
     if (width, height) != image.size:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import importlib
+import io
 import math
 import operator
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
@@ -21,8 +25,10 @@ from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
+from peerbayes.posteriors import storage
 from peerbayes.posteriors.network_state import evaluating
 from peerbayes.posteriors.prepare import prepared
+from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior, Weights
@@ -35,15 +41,20 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The average prediction of many draws.
 
     Attributes:
-        log_probabilities: log p̄, with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits. (N, C).
+        log_probabilities: log softmax(log p̄ / T), with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits.
+            (N, C).
         expected_entropy: (1/S) Σ_s H[p_s] in nats. (N,).
         draws: how many draws each image got. (N,), int64.
         address: where the draws live; draw s is at ``address.at(s)``.
+        temperature: T, by which it is calibrated; 1 leaves it as it is.
+        inputs: names of what was predicted, files or texts, say; by default their numbers.
+        kind: what each of them is, the heading of their column.
+        class_names: where they are known; by default classes are numbered.
     """
 
     log_probabilities: Tensor
@@ -51,10 +62,15 @@ class Prediction:
     draws: Tensor
     address: Address
     _posterior: Posterior | None = field(default=None, repr=False, compare=False)
+    temperature: float = 1.0
+    _raw: Tensor | None = field(default=None, repr=False, compare=False)
+    inputs: Sequence[str] | None = None
+    kind: str = "input"
+    class_names: Sequence[str] | None = None
 
     @property
     def probabilities(self) -> Tensor:
-        """p̄, shape (N, C)."""
+        """p̄, tempered; shape (N, C)."""
         return self.log_probabilities.exp()
 
     @property
@@ -64,13 +80,138 @@ class Prediction:
 
     @property
     def entropy(self) -> Tensor:
-        """H[p̄] in nats, shape (N,)."""
+        """H[p̄], tempered, in nats; shape (N,)."""
         return entropy_of(self.log_probabilities)
 
     @property
+    def raw(self) -> Prediction:
+        """The same prediction at temperature 1: the plain average of the draws."""
+        return self if self._raw is None else replace(self, log_probabilities=self._raw, temperature=1.0, _raw=None)
+
+    def tempered(self, temperature: float) -> Prediction:
+        """Return the prediction softmax(log p̄ / T) of the plain average p̄, whatever it is tempered by now."""
+        raw = self.raw
+        if temperature == 1:
+            return raw
+        if not 0 < temperature < math.inf:
+            raise InputError(f"temperature is {temperature}, expected a positive number")
+        log_p = (raw.log_probabilities / temperature).log_softmax(-1)
+        return replace(raw, log_probabilities=log_p, temperature=temperature, _raw=raw.log_probabilities)
+
+    @property
     def disagreement(self) -> Tensor:
-        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0."""
-        return (self.entropy - self.expected_entropy).clamp_min(0)
+        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0.
+
+        It is of the draws, and no temperature changes it.
+        """
+        return (self.raw.entropy - self.expected_entropy).clamp_min(0)
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of the most probable class of each input."""
+        names = self._names
+        return [names[number] for number in self.classes.tolist()]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What tables show, by heading: input, class, its probability, entropy and disagreement."""
+        inputs = map(str, range(len(self))) if self.inputs is None else self.inputs
+        return {
+            self.kind: list(inputs),
+            "class": self.labels,
+            "probability": self.probabilities.amax(-1).tolist(),
+            "entropy": self.entropy.tolist(),
+            "disagreement": self.disagreement.tolist(),
+        }
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield what `columns` holds input by input, with the probabilities of all classes by name."""
+        columns, names = self.columns, self._names
+        for cells, probabilities in zip(zip(*columns.values(), strict=True), self.probabilities.tolist(), strict=True):
+            row = dict(zip(columns, cells, strict=True))
+            yield row | {"probabilities": dict(zip(names, probabilities, strict=True))}
+
+    def to_pandas(self, probabilities: bool = False) -> Any:
+        """Return `columns` as a `pandas.DataFrame`, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise InputError("to_pandas needs pandas, which is not installed: pip install pandas") from None
+        return pandas.DataFrame(self._table(probabilities))
+
+    def to_csv(self, path: str | Path, probabilities: bool = False) -> None:
+        """Write `columns` to a CSV file, atomically, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        columns, text = self._table(probabilities), io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
+        storage.write_bytes(Path(path), text.getvalue().encode())
+
+    def _table(self, probabilities: bool) -> dict[str, list[Any]]:
+        if not probabilities:
+            return self.columns
+        by_class = zip(self._names, self.probabilities.T.tolist(), strict=True)
+        return self.columns | {f"p({name})": values for name, values in by_class}
+
+    @property
+    def _names(self) -> list[str]:
+        count = self.log_probabilities.shape[-1]
+        names = list(self.class_names or ())
+        if len(names) != count:
+            return [str(number) for number in range(count)]
+        return names if len(set(names)) == count else [f"{number} {name}" for number, name in enumerate(names)]
+
+    def __len__(self) -> int:
+        return len(self.log_probabilities)
+
+    def __getitem__(self, rows: slice) -> Prediction:
+        """Return the prediction of some of the inputs, ``prediction[:10]``."""
+        if not isinstance(rows, slice):
+            raise InputError(f"expected a slice of a prediction, such as [:10], got {rows!r}")
+        inputs = [str(number) for number in range(len(self))[rows]] if self.inputs is None else self.inputs[rows]
+        by_input: dict[str, Any] = {name: value[rows] for name, value in self.by_input().items()}
+        return replace(self, **by_input, inputs=inputs)
+
+    def by_input(self) -> dict[str, Any]:
+        """Return the tensors that have a row an input, by the name of their field."""
+        names = ("log_probabilities", "expected_entropy", "draws", "_raw")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prediction]) -> Prediction:
+        """Return predictions of one batch of inputs after another, made alike, as one."""
+        first, *others = parts
+        if not others:
+            return first
+        whole: dict[str, Any] = {
+            name: torch.cat([part.by_input()[name] for part in parts]) for name in first.by_input()
+        }
+        inputs = [name for part in parts for name in part.columns[first.kind]] if first.inputs is not None else None
+        return replace(first, **whole, inputs=inputs)
+
+    def rows(self, most: int | None = None) -> list[list[str]]:
+        """Return `columns` as cells of text, headings first; with ``most``, of so many inputs, and cut texts."""
+        columns = (self if most is None else self[:most]).columns
+        rows = [[_cell(value) for value in row] for row in zip(*columns.values(), strict=True)]
+        if most is not None and self.kind == "text":
+            rows = [[text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…", *others] for text, *others in rows]
+        return [list(columns), *rows]
+
+    def _caption(self) -> str:
+        count, most = len(self), int(self.draws.max()) if len(self) else 0
+        draws = f"{most} draw{'s' * (most != 1)}"
+        tempered = "" if self.temperature == 1 else f", temperature {self.temperature:.3g}"
+        return f"Prediction of {count:,} {self.kind}{'s' * (count != 1)}: {draws}{tempered}"
+
+    def _omitted(self) -> str:
+        return f"and {len(self) - SHOWN:,} more" if len(self) > SHOWN else ""
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, [self._caption(), *aligned(self.rows(SHOWN), 2), self._omitted()]))
+
+    def _repr_html_(self) -> str:
+        more = self._omitted()
+        return f"<p>{self._caption()}</p>{html_table(self.rows(SHOWN), 2)}" + (f"<p>{more}</p>" if more else "")
 
     def replay(self, draw: int) -> Weights:
         """Return the weights of one of the draws, again, exactly."""
@@ -80,7 +221,8 @@ class Prediction:
             )
         if self._posterior is None:
             raise InputError(
-                "this prediction was made without its posterior; use posterior.draw(prediction.address.at(n))"
+                "this prediction was made without a posterior of its own, or with several: replay that of one peer, or "
+                "use posterior.draw(prediction.address.at(n))"
             )
         with torch.no_grad():  # as in the prediction: a draw to be trained may round otherwise
             return self._posterior.draw(self.address.at(draw))
@@ -95,6 +237,8 @@ MOST_AT_ONCE = 64  # draws at once; more are no faster, and would take memory th
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
+SHOWN = 10  # inputs of a prediction that are shown
+WIDTH = 60  # characters of a text that are
 
 
 @torch.no_grad()
@@ -108,6 +252,7 @@ def predict(
     batch_size: int | None = None,
     settle: float | None = None,
     precision: Precision = "auto",
+    calibrated: bool = True,
 ) -> Prediction:
     """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
 
@@ -126,6 +271,7 @@ def predict(
         settle: stop drawing for an image once its predicted class is settled at this error level: the chance
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
         precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
+        calibrated: temper p̄ by the posterior's temperature, which is 1 unless it has been fitted.
     """
     for option, number in (("draws", draws), ("batch_size", batch_size)):
         if number is not None and not (isinstance(number, SupportsIndex) and operator.index(number) >= 1):
@@ -162,7 +308,7 @@ def predict(
                 known = f"it has learnt those of shape {learnt}"
                 raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
             if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
-                return found
+                return found.tempered(posterior.temperature) if calibrated else found
             half = None
 
 
@@ -218,7 +364,7 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
 def predict_split(
     posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predict a whole split in chunks that fit in memory.
+    """Predict a whole split in chunks that fit in memory, at temperature 1.
 
     Returns:
         log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.
@@ -227,7 +373,7 @@ def predict_split(
     first, _ = split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
     for index in torch.arange(len(split)).split(max(1, IMAGES // first.nbytes)):
         images, labels = split.batch(index, posterior.device)
-        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle)
+        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle, calibrated=False)
         parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
     log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
     return log_p, labels, disagreement, spent
@@ -251,7 +397,9 @@ def _average(
         total = torch.logaddexp(total, one) if total.numel() else one
         entropy += entropy_of(log_p).sum(0)
     count = torch.full((len(images),), draws, device=device)
-    return Prediction(total - math.log(draws), entropy / draws, count, address, posterior)
+    return Prediction(
+        total - math.log(draws), entropy / draws, count, address, posterior, class_names=posterior.class_names
+    )
 
 
 def _passes(
@@ -339,7 +487,13 @@ def _settle(
             break
     assert total is not None
     count = spent.to(device)
-    return Prediction(total - count.log()[:, None], entropy / count, count, address, posterior)
+    return Prediction(
+        total - count.log()[:, None], entropy / count, count, address, posterior, class_names=posterior.class_names
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 @functools.cache
@@ -348,6 +502,11 @@ def _keep_heap() -> None:
     # in again page by page: a fifth of the time of a prediction. Freeing one large block, which is never touched,
     # raises its threshold for that from a few MiB to 62 MiB, once a process; other C libraries take no notice.
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+def mean_of(log_p: Tensor) -> Tensor:
+    """Return log (1/K) Σ_k p_k for log-probabilities (K, N, C)."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def entropy_of(log_p: Tensor) -> Tensor:

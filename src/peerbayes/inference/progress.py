@@ -13,12 +13,35 @@ class Watcher:
     def begin(self, passes: int) -> None:
         """A prediction of so many begins, or begins anew."""
 
-    def advance(self, passes: int) -> None:
+    def advance(self, passes: float) -> None:
         """So many more are done."""
 
 
-_NOBODY = Watcher()
-watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=_NOBODY)
+class Share(Watcher):
+    """A part of a longer prediction, whose own watcher counts otherwise.
+
+    Args:
+        whole: who watches all of it.
+        size: how much of the whole the part is.
+    """
+
+    def __init__(self, whole: Watcher, size: float) -> None:
+        self.whole, self.size = whole, size
+        self._passes, self._told = 1, 0.0
+
+    def begin(self, passes: int) -> None:
+        """Take back what was told, if it begins anew."""
+        self.whole.advance(-self._told)
+        self._passes, self._told = passes, 0.0
+
+    def advance(self, passes: float) -> None:
+        """Tell the whole its share."""
+        self._told += passes * self.size / self._passes
+        self.whole.advance(passes * self.size / self._passes)
+
+
+NOBODY = Watcher()
+watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=NOBODY)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -94,6 +95,8 @@ class Posterior(nn.Module):
         super().__init__()
         self.seed, self.name = seed, name
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
+        self.class_names: tuple[str, ...] | None = None
+        self.temperature = 1.0  # that predictions are divided by, in logarithms; see `peerbayes.calibrate`
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):
@@ -307,7 +310,10 @@ class Posterior(nn.Module):
         return logits, found
 
     def predict(self, images: Tensor, draws: int = 50, **options: Any) -> Prediction:
-        """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`."""
+        """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`.
+
+        They are tempered by ``temperature``, but for ``calibrated=False``.
+        """
         from peerbayes.inference.prediction import predict
 
         return predict(self, images, draws, **options)
@@ -343,7 +349,7 @@ class Posterior(nn.Module):
         return nn.Module.__repr__(shown)
 
     def digest(self) -> str:
-        """Return a digest of everything that it predicts with."""
+        """Return a digest of all tensors that it predicts with; the temperature, which makes no draw, is none."""
         # Anchors are of training alone, and files may be without them.
         return digest_of({name: tensor for name, tensor in self.state().items() if not name.startswith("anchor/")})
 
@@ -364,8 +370,13 @@ class Posterior(nn.Module):
         storage.write(
             Path(path),
             state if anchors else {name: t for name, t in state.items() if not name.startswith("anchor/")},
-            {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name},
+            self._described(),
         )
+
+    def _described(self) -> dict[str, Any]:
+        """Return what a file says of its tensors; without a temperature, as before there were any, it is 1."""
+        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
+        return about if self.temperature == 1 else about | {"temperature": float(self.temperature)}
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
@@ -386,6 +397,9 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
             raise InputError(f"{path}: its description lacks options, a seed or a name")
+        temperature = about.get("temperature", 1.0)
+        if not isinstance(temperature, float) or not 0 < temperature < math.inf:
+            raise InputError(f"{path}: its temperature is {temperature!r}, expected a positive number")
         try:
             posterior = found(network, **found._chosen_in(tensors), **options)
         except InputError as error:
@@ -394,6 +408,7 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: its options are not those of a {kind} posterior ({reason(error)})") from None
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
+        posterior.temperature = temperature
         return posterior.eval()  # see `materialise`
 
     @classmethod

@@ -95,6 +95,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], f
         write_bytes(path, _laid_out(plain, metadata | {"first": f"{first} {_digest(early, text)}"}))
 
 
+def describe(path: Path, **changes: Any) -> None:
+    """Change entries of the description of a file that `write` wrote, atomically; None takes one away."""
+    tensors, metadata = _read_any(path)
+    about = _check_about(path, tensors, metadata, metadata.get("digest")) | changes
+    ordered = {name: tensors[name] for name in bytes_of(path)[1]}
+    first = int(metadata["first"].split()[0]) if "first" in metadata else None
+    write(path, ordered, {key: value for key, value in about.items() if value is not None}, first)
+
+
 def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     parts, offset = [], 0

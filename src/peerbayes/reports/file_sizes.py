@@ -20,9 +20,10 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.reports.out_of_distribution import figures_of
 from peerbayes.reports.record import Record
 from peerbayes.reports.records import find_runs
-from peerbayes.reports.tables import FIGURES, aligned
+from peerbayes.reports.tables import FIGURES
 from peerbayes.runs.plan import source_weights
 from peerbayes.runs.run import Run, peers_at
+from peerbayes.showing import aligned
 
 OTHER = "everything else"
 PARTS = {

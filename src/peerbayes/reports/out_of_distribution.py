@@ -16,7 +16,7 @@ from peerbayes.data.datasets.cifar_c import load_corrupted
 from peerbayes.data.splits import ArraySplit, Split
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
 from peerbayes.errors import InputError
-from peerbayes.inference.prediction import entropy_of
+from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 
@@ -44,11 +44,6 @@ def judge_outside(log_p: Tensor, outside: Tensor) -> Record:
         "fpr85": metrics.fpr_at_tpr(inner, outer, tpr=0.85),
         "entropy": {"edges": edges.tolist(), "inside": counts[0], "outside": counts[1]},
     }
-
-
-def mean_of(log_p: Tensor) -> Tensor:
-    """Return log (1/K) Σ_k p_k for log-probabilities (K, N, C)."""
-    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def judge_corrupted(

@@ -15,12 +15,12 @@ from peerbayes.data.dataset import Dataset, load_outside
 from peerbayes.data.splits import Split
 from peerbayes.engine.devices import environment, pick_device
 from peerbayes.errors import InputError
-from peerbayes.inference.prediction import entropy_of
+from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import changes_of
 from peerbayes.reports.averaged import judge_averages
-from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside, mean_of
+from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside
 from peerbayes.reports.record import Record
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons

@@ -13,6 +13,7 @@ from typing import Any
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import paired_difference, summarise
 from peerbayes.reports.record import Record, alpha_title
+from peerbayes.showing import aligned
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
@@ -324,15 +325,3 @@ def _section(heading: str, records: Sequence[Record], columns: Columns, with_dat
     found = differences(records, {name: figure for name, figure in columns.items() if name not in CALIBRATED})
     table = aligned(lines, left=2 + with_data)
     return "\n".join([*([heading] if heading else []), *table, *([""] if found else []), *found])
-
-
-def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return rows of cells as lines of text with columns, the first ``left`` of them flush left."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -99,7 +99,8 @@ def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Poster
     """Return the posteriors that were given, where they learn."""
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
-        posterior.seed, posterior.name, posterior.input_shape = node.seed, name, data.shape
+        posterior.seed, posterior.name = node.seed, name
+        posterior.input_shape, posterior.class_names = data.shape, data.class_names
     return dict(node.job.given.peers)
 
 

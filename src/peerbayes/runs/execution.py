@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from peerbayes.engine.engines import ENGINES, STREAMS, TEACHERS, Name, pick
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.errors import InputError, nearest
 from peerbayes.runs.plan import Node
-from peerbayes.training.reporters import ConsoleReporter, Reporter
+from peerbayes.training.reporters import Reporter, usual_reporter
 
 Engine = Name | Literal["auto"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -69,7 +68,7 @@ class How:
         """Return who speaks for this process: nobody in all but the first, which says the same."""
         if not self.world.is_first:
             return _Mute()
-        return reporter or (ConsoleReporter() if sys.stderr.isatty() else Reporter())
+        return reporter or usual_reporter()
 
     def learner_options(self, device: torch.device) -> dict[str, Any]:
         """Return the options of a learner."""

@@ -196,8 +196,9 @@ def _take_over(node: Node, device: torch.device) -> None:
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
         posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
-        posterior.seed, posterior.name, posterior.input_shape = node.seed, name, run[name].input_shape
-        posterior.provenance = run[name].provenance
+        posterior.seed, posterior.name = node.seed, name
+        posterior.input_shape, posterior.class_names = run[name].input_shape, run[name].class_names
+        posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
 
 
 # ---- checks before anything is written -------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, reason, within
 from peerbayes.importing import allow, in_run, trusting
-from peerbayes.inference.prediction import predict_split
+from peerbayes.inference.prediction import Prediction, predict_split
+from peerbayes.inference.progress import NOBODY, watcher_now
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
@@ -35,6 +36,8 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.schema import Strict, Table
+from peerbayes.showing import Page, html_facts, html_table
+from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
 TAUGHT_BY = "the teachers"  # what a run remembers them by
@@ -71,6 +74,7 @@ class _About(Table):
     versions: dict[str, str] = {}
     seconds: float = 0.0
     threads: Annotated[list[int], Field(min_length=1)] = [1]
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
 class _PeerLine(Table):
@@ -147,6 +151,12 @@ class Run(Mapping[str, Posterior]):
     def finished(self) -> bool:
         """Whether training reached its end."""
         return bool(self.about.get("finished", False))
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of all its peers as one, which is that of its only peer; 1 where none was fitted."""
+        (name, *others) = self
+        return float(self.about.get("temperature", 1.0)) if others else self[name].temperature
 
     @property
     def origins(self) -> dict[str, str]:
@@ -239,6 +249,7 @@ class Run(Mapping[str, Posterior]):
             self._loaded[peer] = posterior
             if self.about.get("inputs") is not None:
                 posterior.input_shape = tuple(self.about["inputs"]["shape"])
+            posterior.class_names = tuple(self.about["class_names"]) if self.about.get("class_names") else None
             posterior.provenance = trained_into(self.folder, self.about.get("generation", 0))
         return self._loaded[peer]
 
@@ -267,13 +278,55 @@ class Run(Mapping[str, Posterior]):
         """
         posterior = (self[peer] if posterior is None else posterior).to(device)
         predicted = predict_split(posterior, split, draws, seed=self.seed, name=peer, settle=settle)
-        bad = int(predicted[0].isnan().any(1).sum())
+        self.refuse_nan(peer, predicted[0])
+        return predicted
+
+    def refuse_nan(self, peer: str, log_p: Tensor) -> None:
+        """Refuse log-probabilities (N, C) of a peer that are not numbers."""
+        bad = int(log_p.isnan().any(1).sum())
         if bad:
             raise InputError(
-                f"{self.weights_file(peer)}: {bad} of {len(predicted[0])} predictions are not numbers (NaN); a weight, "
+                f"{self.weights_file(peer)}: {bad} of {len(log_p)} predictions are not numbers (NaN); a weight, "
                 "a scale or a statistic of batch-norm is out of range"
             )
-        return predicted
+
+    def predict(
+        self,
+        inputs: Any,
+        peer: str | None = None,
+        *,
+        draws: int | None = None,
+        calibrated: bool = True,
+        device: str | torch.device = "auto",
+    ) -> Prediction:
+        """Predict new inputs: their classes by name, how probable, and how unsure the network is.
+
+        Args:
+            inputs: of images: files, folders, a CSV file with a column ``path``, arrays, tensors or PIL images, alone
+                or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
+                of another size than was learnt, are resized and their centre cut out, as in evaluation.
+            peer: its name; by default the average of all peers' probabilities.
+            draws: of each peer; by default as many as the recipe judges with.
+            calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
+            device: where to predict.
+        """
+        batches = self.predict_batches(inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        with waiting(quiet=watcher_now.get() is not NOBODY):
+            return Prediction.joined(list(batches))
+
+    def predict_batches(
+        self,
+        inputs: Any,
+        peer: str | None = None,
+        *,
+        draws: int | None = None,
+        calibrated: bool = True,
+        device: str | torch.device = "auto",
+    ) -> Iterator[Prediction]:
+        """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in."""
+        from peerbayes.runs.predicting import predict_batches
+
+        return predict_batches(self, inputs, peer, draws=draws, calibrated=calibrated, device=device)
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""
@@ -303,6 +356,28 @@ class Run(Mapping[str, Posterior]):
     def __repr__(self) -> str:
         state = "" if self.finished else ", not finished"
         return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{state})"
+
+    def _repr_html_(self) -> str:
+        recipe = self.recipe
+        page = html_facts(
+            f"Run {self.folder}",
+            {
+                "recipe": f"{recipe.name}: {recipe.title}",
+                "data": recipe.data.name,
+                "peers": ", ".join(f"{peer.name} ({peer.network}, {peer.posterior.kind})" for peer in recipe.peers),
+                "seed": self.seed,
+                "state": f"finished, {self.about.get('seconds', 0):.0f} s" if self.finished else "not finished",
+            },
+        )
+        judged = self.folder / "evaluation.json"
+        return page + (_judged(read_json(judged)) if judged.is_file() else "")
+
+    def report(self) -> Page:
+        """Return the run's report page, which shows itself in a notebook; `peerbayes evaluate` writes it."""
+        path = self.folder / "report.html"
+        if not path.is_file():
+            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it")
+        return Page(path, path.read_text("utf-8"))
 
     def __iter__(self) -> Iterator[str]:
         return (peer.name for peer in self.recipe.peers)
@@ -341,6 +416,15 @@ def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
+
+
+def _judged(record: Mapping[str, Any]) -> str:
+    """Return accuracy, NLL and ECE of a record as HTML, a row a peer."""
+    rows = [["peer", "accuracy", "NLL", "ECE"]]
+    for peer in [*record.get("peers", ()), *filter(None, [record.get("ensemble")])]:
+        figures = [f"{100 * peer['accuracy']:.2f} %", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
+        rows.append([peer.get("name", "ensemble"), *figures])
+    return html_table(rows, 1)
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:

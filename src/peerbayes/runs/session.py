@@ -20,6 +20,7 @@ from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs import checkpoints
+from peerbayes.runs.calibration import fit_temperatures, keep_temperature
 from peerbayes.runs.execution import How
 from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
 from peerbayes.runs.plan import Job
@@ -163,10 +164,26 @@ class Session:
         for name, posterior in self.peers.items():
             posterior.provenance = Provenance(depth=self.generation, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
+            posterior.temperature = 1.0  # that of what it was before is no other's
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
         self.about["engine"] = self.learner.engine.name
+        self._calibrate()
         self._describe()
+
+    def _calibrate(self) -> None:
+        """Fit temperatures to what the files hold now, which may be rounded, if a validation split is there."""
+        held = self.loaded.validation
+        if held is None:
+            return
+        try:
+            each, together = fit_temperatures(self.peers, held, self.job.recipe.evaluation.draws, self.job.seed)
+        except InputError as error:
+            self.reporter.warn(f"{self.folder}: no temperatures are fitted: {error}")
+            return
+        for name, posterior in self.peers.items():
+            keep_temperature(posterior, each[name], self.folder / f"weights-{name}.safetensors")
+        self.about["temperature"] = together
 
     def _describe(self) -> None:
         write_text(self.folder / "run.json", json.dumps(self.about, indent=1))

@@ -13,7 +13,8 @@ from peerbayes.metrics.spread import paired_difference
 from peerbayes.posteriors import storage
 from peerbayes.reports.figures import COLOURS, draw_heat_map, new_axes, png
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import FIGURES, aligned, cell
+from peerbayes.reports.tables import FIGURES, cell
+from peerbayes.showing import aligned
 from peerbayes.studies.space import Axis, setting_title, shown
 from peerbayes.studies.sweeps import Sweep
 

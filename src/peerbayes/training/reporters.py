@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import sys
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as TimeLeft
 
 from peerbayes.errors import PeerbayesWarning, printable
+from peerbayes.inference.progress import Watcher, watched
 
 
 class Reporter:
@@ -65,7 +69,7 @@ class ConsoleReporter(Reporter):
         title = f"{self._label}stage {number}/{count}"
         self._every = max(1, epochs // 10)
         self._title = f"{title}  epochs {epochs}"
-        if self.console.is_terminal:
+        if self.console.is_terminal or self.console.is_jupyter:
             self._task = self._board.add(title, epochs, done)
 
     def epoch(self, line: Mapping[str, Any]) -> None:
@@ -86,6 +90,45 @@ class ConsoleReporter(Reporter):
         if self._task is not None:
             self._board.end(self._task)
             self._task = None
+
+
+def usual_reporter() -> Reporter:
+    """Return who tells of progress by default: bars on a terminal and in a notebook, where nobody looks nobody."""
+    console = Console(file=sys.stderr, highlight=False)
+    if console.is_jupyter:  # lines, where what draws bars there is missing
+        return ConsoleReporter(console if _has_widgets() else Console(file=sys.stderr, force_jupyter=False))
+    return ConsoleReporter(console) if sys.stderr.isatty() else Reporter()
+
+
+def _has_widgets() -> bool:
+    return importlib.util.find_spec("ipywidgets") is not None
+
+
+@contextlib.contextmanager
+def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
+    """Show to whoever looks how far predictions within the block are, where one takes longer than some seconds."""
+    console = Console(file=sys.stderr)
+    if quiet or not (console.is_terminal or (console.is_jupyter and _has_widgets())):
+        yield
+        return
+    progress = Progress(console=console, transient=True)
+    task = progress.add_task("predicting")
+
+    class Bar(Watcher):
+        def begin(self, passes: int) -> None:
+            self.since = time.monotonic()
+            progress.reset(task, total=passes)
+
+        def advance(self, passes: float) -> None:
+            progress.advance(task, passes)
+            if time.monotonic() - self.since > patience:
+                progress.start()
+
+    try:
+        with watched(Bar()):
+            yield
+    finally:
+        progress.stop()
 
 
 class _Board:

@@ -13,7 +13,7 @@ from peerbayes.errors import InputError
 LABELS = ("label", "category", "class", "class index", "intent")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file that are not blank, with their numbers from 1."""
     number = 0
     try:
@@ -93,7 +93,7 @@ class Items:
 def csv_items(path: Path, labelled: bool = True) -> Items:
     columns: _Columns | None = None
     items = Items(path)
-    for number, row in _rows(path):
+    for number, row in csv_rows(path):
         if columns is None:
             columns = _Columns.of(path, row, labelled)
             if not columns.numbered:

@@ -1,0 +1,240 @@
+"""What a trained run is asked about: files, folders, texts, arrays and PIL images, as a split with a name for each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from peerbayes.data.dataset import Dataset
+from peerbayes.data.datasets.folders import read_images
+from peerbayes.data.datasets.formats import image_tensor
+from peerbayes.data.datasets.text_rows import csv_items, csv_rows
+from peerbayes.data.splits import ArraySplit, FolderSplit, Split, centre, in_rgb, resize
+from peerbayes.data.transforms.channels import Recoloured
+from peerbayes.data.vocabulary import Vocabulary
+from peerbayes.errors import InputError
+
+if TYPE_CHECKING:
+    from peerbayes.runs.run import Run
+
+PATHS = ("path", "file", "filename", "file name", "image")  # headings of columns of image files
+EXPECTED = "there is nothing to predict: expected image files, folders or texts"
+
+
+@dataclass(frozen=True)
+class NewInputs:
+    """New inputs of a run.
+
+    Args:
+        kind: what each is: ``file``, ``image`` or ``text``.
+        names: one each.
+        split: the inputs themselves, read when a batch wants them.
+    """
+
+    kind: str
+    names: Sequence[str]
+    split: Split
+
+
+def new_inputs(run: Run, given: Any) -> NewInputs:
+    """Return what was given as a split of the form that a run has learnt.
+
+    Args:
+        run: the run.
+        given: for images: files, folders, CSV files with a column of them, arrays, tensors or PIL images, alone or in
+            a list; for texts: texts, text files with one a line, CSV files, or token numbers; or a split.
+    """
+    if isinstance(given, Dataset):
+        raise InputError("expected inputs, got a whole data set: predict one of its splits, such as data.test")
+    if isinstance(given, Mapping):
+        raise InputError(f"expected inputs or a list of them, got a {type(given).__name__}")
+    if hasattr(given, "batch") and hasattr(given, "labels"):
+        split = cast(Split, given)
+        return NewInputs("image" if run.vocabulary is None else "text", _numbers(len(split)), split)
+    vocabulary = run.vocabulary
+    return _images(run, given) if vocabulary is None else _texts(vocabulary, given)
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def _listed(given: Any) -> list[Any]:
+    alone = isinstance(given, str | Path | Image.Image) or not isinstance(given, Iterable)
+    items = [given] if alone else list(given)
+    if not items:
+        raise InputError(EXPECTED)
+    return items
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def _images(run: Run, given: Any) -> NewInputs:
+    channels, height, width = shape = tuple(run.said("inputs")["shape"])
+    if isinstance(given, Tensor | np.ndarray):
+        array = cast(Any, given)
+        if tuple(array.shape) == shape:
+            array = array[None]
+        if tuple(array.shape[1:]) == shape:  # as they were learnt
+            images = torch.as_tensor(array)
+            return NewInputs("image", _numbers(len(images)), ArraySplit(_single(images)))
+        items = [array] if _is_one_image(array, channels, (height, width)) else list(array)
+    else:
+        items = _listed(given)
+    if height != width or channels not in (1, 3):
+        raise InputError(
+            f"{run.folder}: takes inputs of shape {shape}; files and pictures are square images in grey or colours: "
+            f"predict arrays of shape (N, {channels}, {height}, {width})"
+        )
+    margin, split = run.about.get("margin", 1.0), cast(Split, None)
+    if all(isinstance(item, str | Path) for item in items):
+        files = [file for item in map(Path, items) for file in _files(item)]
+        kind, names, split = "file", files, FolderSplit(files, None, height, margin)
+    else:
+        kind, names, split = "image", _numbers(len(items)), ImageSplit(items, height, margin)
+    return NewInputs(kind, names, Recoloured(split, 1) if channels == 1 else split)
+
+
+def _single(images: Tensor) -> Tensor:
+    return images.float() if images.is_floating_point() else images
+
+
+def _is_one_image(array: Any, channels: int, sides: tuple[int, int]) -> bool:
+    """Return whether an array of another shape than was learnt is one image, not a batch of them."""
+    if array.ndim != 3:
+        return array.ndim in (0, 2)
+    if channels == 1 and tuple(array.shape[1:]) == sides:
+        return False  # a batch (N, H, W)
+    return array.shape[2] in (1, 3, 4) or array.shape[0] in (1, 3, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSplit:
+    """Images of any size in colours: the centre of PIL images and bytes as of files, see `FolderSplit`.
+
+    Arrays of ``size`` by ``size`` are taken as they are.
+
+    Args:
+        images: PIL images, or arrays or tensors (H, W), (H, W, C) or (C, H, W), uint8 or in [0, 1].
+        size: side of the images delivered.
+        margin: as of `FolderSplit`.
+    """
+
+    images: Sequence[Any]
+    size: int
+    margin: float = 1.0
+
+    @property
+    def labels(self) -> None:
+        """There are none."""
+        return
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See `peerbayes.data.splits.Split.batch`."""
+        images = [self._image(number) for number in index.tolist()]
+        for number, image in zip(index.tolist(), images, strict=True):
+            if image.dtype != images[0].dtype:
+                raise InputError(f"image {number} is of {image.dtype}, others are of {images[0].dtype}")
+        return torch.stack(images).to(device), torch.zeros(0, dtype=torch.int64, device=device)
+
+    def _image(self, number: int) -> Tensor:
+        image, shortest = self.images[number], round(self.size * self.margin)
+        if not isinstance(image, Image.Image):
+            pixels = _pixels(image, f"image {number}")
+            if tuple(pixels.shape[1:]) == (self.size, self.size):
+                return pixels
+            if pixels.is_floating_point():
+                start = round((shortest - self.size) / 2)
+                return resize(pixels[None], shortest)[0, :, start : start + self.size, start : start + self.size]
+            image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        cut = centre(in_rgb(image, f"image {number}"), shortest, self.size)
+        return torch.from_numpy(cut.transpose(2, 0, 1).copy())
+
+
+def _pixels(image: Any, where: str) -> Tensor:
+    """Return an array as an image (3, H, W); transparency is dropped."""
+    try:
+        array = image.numpy(force=True) if isinstance(image, Tensor) else np.asarray(image)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: can't be made an array ({error})") from None
+    if array.ndim not in (2, 3):
+        kind = f"an array of shape {array.shape}" if array.ndim else f"a {type(image).__name__}"
+        raise InputError(f"{where}: expected a file, a PIL image, an array or a tensor, got {kind}")
+    pixels = image_tensor(array[None], where)[0]
+    return pixels.expand(3, -1, -1).contiguous() if len(pixels) == 1 else pixels[:3]
+
+
+def _files(path: Path) -> list[str]:
+    if not path.exists():
+        raise InputError(f"{path}: there is no such image file or folder")
+    if path.is_dir():
+        return list(read_images(path).files)
+    return _in_table(path) if path.suffix.lower() == ".csv" else [str(path)]
+
+
+def _in_table(path: Path) -> list[str]:
+    """Return the image files that a column of a CSV file names, from its folder."""
+    rows = list(csv_rows(path))
+    header = [cell.strip().lower().replace("_", " ") for cell in rows[0][1]]
+    column = next((header.index(name) for name in PATHS if name in header), None)
+    if column is None:
+        there = [place for place, cell in enumerate(rows[0][1]) if (path.parent / cell.strip()).is_file()]
+        if not there:
+            raise InputError(f"{path}, row 1: expected a column {', '.join(map(repr, PATHS))}, or the name of a file")
+        column = there[0]
+    else:
+        rows = rows[1:]
+    files = []
+    for number, row in rows:
+        file = path.parent / row[column].strip() if column < len(row) else path.parent
+        if not file.is_file():
+            raise InputError(f"{path}, row {number}: there is no image file '{file}'")
+        files.append(str(file))
+    if not files:
+        raise InputError(f"{path}: expected one row an image, found none")
+    return files
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _texts(vocabulary: Vocabulary, given: Any) -> NewInputs:
+    if isinstance(given, Tensor) or (isinstance(given, np.ndarray) and given.dtype.kind in "iuf"):
+        tokens = torch.as_tensor(given)
+        tokens = tokens[None] if tokens.ndim == 1 else tokens
+        return NewInputs("text", _numbers(len(tokens)), ArraySplit(tokens))
+    items = _listed(given)
+    for item in items:
+        if not isinstance(item, str | Path):
+            raise InputError(f"expected texts, or files of them, got a {type(item).__name__}")
+    texts = [text for item in map(str, items) for text in _lines(item)]
+    if not texts:
+        raise InputError(f"{', '.join(map(str, items))}: holds no texts, expected one a line")
+    return NewInputs("text", texts, ArraySplit(vocabulary.encode(texts)))
+
+
+def _lines(given: str) -> list[str]:
+    if os.path.isfile(given):  # which takes texts of any length
+        if given.lower().endswith(".csv"):
+            return csv_items(Path(given), labelled=False).texts
+        try:
+            lines = Path(given).read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{given}: cannot be read as UTF-8 text, one a line ({error})") from None
+        return [line.strip() for line in lines if line.strip()]
+    if os.path.isdir(given) or (given.endswith((".txt", ".csv")) and not re.search(r"\s", given)):
+        raise InputError(f"{given}: there is no such text file, with one a line")
+    return [given]

@@ -1,0 +1,63 @@
+"""What the peers of a run say of new inputs, batch by batch, in memory that does not grow with the number of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from peerbayes.engine.devices import pick_device
+from peerbayes.inference.prediction import Prediction, mean_of
+from peerbayes.inference.progress import Share, watched, watcher_now
+from peerbayes.runs.new_inputs import new_inputs
+
+if TYPE_CHECKING:
+    from peerbayes.runs.run import Run
+
+BATCH = 1 << 24  # bytes of inputs that are predicted at a time
+
+
+def predict_batches(
+    run: Run,
+    given: Any,
+    peer: str | None = None,
+    *,
+    draws: int | None = None,
+    calibrated: bool = True,
+    device: str | torch.device = "auto",
+) -> Iterator[Prediction]:
+    """Yield predictions of new inputs, on the CPU, in order; arguments as of `Run.predict`."""
+    where = pick_device(device)
+    posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
+    temperature = 1.0 if not calibrated else run.temperature if peer is None else run[peer].temperature
+    draws = run.recipe.evaluation.draws if draws is None else draws
+    inputs = new_inputs(run, given)
+    watcher, count = watcher_now.get(), len(inputs.split)
+    first, _ = inputs.split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
+    watcher.begin(count * len(posteriors))
+    for index in torch.arange(count).split(max(1, BATCH // first.nbytes)):
+        images, _ = inputs.split.batch(index, where)
+        parts = []
+        for name, posterior in posteriors.items():
+            with watched(Share(watcher, len(index))):
+                parts.append(posterior.predict(images, draws, seed=run.seed, name=name, calibrated=False))
+            run.refuse_nan(name, parts[-1].log_probabilities)
+        together = _as_one(parts).tempered(temperature)
+        names = inputs.names[int(index[0]) : int(index[-1]) + 1]
+        yield replace(together, inputs=names, kind=inputs.kind)
+
+
+def _as_one(parts: list[Prediction]) -> Prediction:
+    """Return the average of the predictions of several posteriors, with all of their draws, on the CPU."""
+    first, *others = parts
+    if not others:
+        return replace(first, **{name: tensor.cpu() for name, tensor in first.by_input().items()})
+    return Prediction(
+        mean_of(torch.stack([part.log_probabilities for part in parts])).cpu(),
+        torch.stack([part.expected_entropy for part in parts]).mean(0).cpu(),
+        torch.stack([part.draws for part in parts]).sum(0).cpu(),
+        first.address,
+        class_names=first.class_names,
+    )
