@@ -263,8 +263,13 @@ def open_rgb(file: str) -> Image.Image:
     except Exception as error:  # decoders raise many types on broken files
         reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
         raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
+    return in_rgb(image, file)
+
+
+def in_rgb(image: Image.Image, where: str) -> Image.Image:
+    """Return an image of 8 bits a channel in RGB; transparency is dropped."""
     if image.mode.startswith(("I", "F")):
-        raise InputError(f"{file}: expected an image of 8 bits a channel, got mode {image.mode}")
+        raise InputError(f"{where}: expected an image of 8 bits a channel, got mode {image.mode}")
     if image.mode == "RGB":
         return image
     # A palette whose transparency is given in bytes has to go through RGBA.
