@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import Dataset, load
+from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
@@ -22,6 +23,7 @@ def train(
     recipe: str | Path | Recipe,
     run: str | Path,
     *,
+    data: Any = None,
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -33,6 +35,7 @@ def train(
     Args:
         recipe: a recipe, its name or its file.
         run: the run folder.
+        data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
@@ -40,14 +43,19 @@ def train(
         how: see `How`.
     """
     refuse_unknown(how, train)
-    job = Job(load_recipe(recipe, overrides), Path(run), seed)
+    loaded, given = load_recipe(recipe, overrides), Given()
+    if data is not None:
+        table = loaded.model_dump(exclude_none=True)
+        given = Given(data=set_data(table, data, how.get("root")))
+        loaded = Recipe.parse(table, f"recipe {loaded.name}")
+    job = Job(loaded, Path(run), seed, given)
     return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
 
 def fit(
     peers: Mapping[str, Posterior],
     *,
-    data: str | Path | Dataset,
+    data: Any,
     recipe: str | Path | Recipe,
     run: str | Path,
     teachers: Sequence[Posterior] = (),
@@ -61,8 +69,8 @@ def fit(
 
     Args:
         peers: posteriors by name; they are trained in place and take the place of the recipe's peers.
-        data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
-            takes the place of the recipe's.
+        data: a data set, or what `peerbayes.data.load` takes, such as a path, ``(X, y)`` or a torch data set; it takes
+            the place of the recipe's.
         recipe: a recipe, its name or its file.
         run: the run folder.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
@@ -92,9 +100,8 @@ def fit(
         networks={name: posterior.materialise() for name, posterior in peers.items()},
         teachers=teachers,
         teacher_draws=table.pop("teachers", {}).get("draws", 1),
-        data=data if isinstance(data, Dataset) else None,
+        data=set_data(table, data, how.get("root")),
     )
-    set_data(table, data)
     origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
     job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)
     (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
@@ -103,13 +110,37 @@ def fit(
     return done
 
 
-def set_data(table: dict[str, Any], data: Any) -> None:
-    """Let a recipe's table name other data, of any number of classes."""
-    if not isinstance(data, str | Path | Dataset):
-        kind = type(data).__name__
-        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
-    table["data"].pop("classes", None)
-    table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
+def set_data(
+    table: dict[str, Any], data: Any, root: str | Path | None = None, vocabulary: Vocabulary | None = None
+) -> Dataset | None:
+    """Let a recipe's table name other data, of any number of classes; return them where they come from Python.
+
+    Args:
+        table: of a recipe, which is changed.
+        data: a data set, or what `peerbayes.data.load` takes; objects are split as the table says.
+        root: data root.
+        vocabulary: to use for texts.
+    """
+    options = table["data"]
+    options.pop("classes", None)
+    if isinstance(data, str | Path):
+        options["name"] = str(data)
+        return None
+    if isinstance(data, Dataset):
+        loaded = data
+    else:
+        text = None if options.get("text") is None else TextOptions(**options["text"])
+        chosen = {key: options.get(key) for key in ("size", "stats")}
+        loaded = load(
+            data, root=root, validation=options.get("validation", 0), text=text, vocabulary=vocabulary, **chosen
+        )
+    if isinstance(data, Dataset):
+        for key in ("size", "stats", "text"):
+            options.pop(key, None)
+        options["validation"] = 0
+        options |= {key: value for key, value in (loaded.origin or {}).items() if value is not None}
+    options["name"] = loaded.origin["name"] if loaded.origin is not None else loaded.name
+    return loaded
 
 
 def check_teacher_overrides(overrides: Sequence[str]) -> None:

@@ -153,6 +153,7 @@ def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
         return
     if all(getattr(run.recipe.data, key) == getattr(recipe.data, key) for key in ("size", "text")):
         run.refuse_strange(loaded)
+        run.refuse_other_data(loaded)
     else:
         run.refuse_renamed(loaded)
     _warn_of_known(run, recipe)

@@ -260,7 +260,7 @@ class _Resolver:
             # The same data may be named by another path.
             if with_full_paths(fitted) != with_full_paths(named) or is_trained(changed):
                 folder = changed
-        return self._completed(Job(fitted, folder, job.seed))
+        return self._completed(Job(fitted, folder, job.seed, Given(data=job.given.data)))
 
     def _check_circle(self, source: str, above: tuple[str, ...] = ()) -> None:
         """Refuse a recipe that needs itself, to start from or as a teacher."""
