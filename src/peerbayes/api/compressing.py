@@ -123,7 +123,9 @@ def _compression_of_object(
     last, scales = load_recipe(into), load_recipe(first)
     if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
         last, scales = (recipe.model_copy(update={"data": known.recipe.data}) for recipe in (last, scales))
-        data = known.data(root) if known.vocabulary is not None or "data" in known.about else known.recipe.data.name
+        data = known.given_data()
+        if data is None:
+            data = known.recipe.data.name if known.vocabulary is None else known.data(root)
     if data is None:
         raise InputError("`data` is required: the posterior was not loaded from a run; name the data, or give a run")
     last = load_recipe(last, changes)

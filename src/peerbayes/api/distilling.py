@@ -11,6 +11,7 @@ from torch import nn
 from peerbayes.api.fitting import check_teacher_overrides, fit
 from peerbayes.data.dataset import Dataset, load
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import describe
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.mean_field import MeanField
@@ -61,9 +62,8 @@ def distill(
         known = chosen.model_copy(update={"data": runs[0].recipe.data})
         chosen, words = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
-        if "data" in runs[0].about:
-            data = runs[0].data(how.get("root"))
-        else:
+        data = runs[0].given_data()
+        if data is None:
             data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
     else:
         if chosen.name in packaged():  # which hold out a part of their own data, not of these
@@ -149,6 +149,7 @@ def save_networks(run: Run) -> list[Path]:
             continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
-        storage.write(path, state, {"network": next(p.network for p in run.recipe.peers if p.name == name)})
+        about: dict[str, Any] = {"network": next(p.network for p in run.recipe.peers if p.name == name)}
+        storage.write(path, state, about | describe(run[name].network))
         written.append(path)
     return written

@@ -9,6 +9,7 @@ from typing import Any, cast
 from peerbayes.data.dataset import Dataset, load
 from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.settings import CUSTOM
@@ -59,6 +60,7 @@ def fit(
     recipe: str | Path | Recipe,
     run: str | Path,
     teachers: Sequence[Posterior] = (),
+    normalize: Choice = "auto",
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -74,6 +76,9 @@ def fit(
         recipe: a recipe, its name or its file.
         run: the run folder.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
+        normalize: how networks from elsewhere expect their images: ``"imagenet"``, ``"data"``, (mean, std), or None for
+            in [0, 1] or by themselves; ``"auto"`` takes what timm and torchvision note, see
+            `peerbayes.networks.normalised`.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
@@ -101,6 +106,7 @@ def fit(
         teachers=teachers,
         teacher_draws=table.pop("teachers", {}).get("draws", 1),
         data=set_data(table, data, how.get("root")),
+        normalize=normalize,
     )
     origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
     job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)

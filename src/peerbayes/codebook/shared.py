@@ -372,8 +372,9 @@ class Shared(Posterior):
         if self.bits < EXACT:
             own = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
             self.load_state(unpacked(tensors, more, self) | own)
-        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
-        storage.write(Path(path), tensors, about | more, first=sum(name.startswith(FIRST) for name in tensors))
+        storage.write(
+            Path(path), tensors, self.description() | more, first=sum(name.startswith(FIRST) for name in tensors)
+        )
 
     @classmethod
     def load_means(cls, path: str | Path, network: nn.Module) -> nn.Module:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+import peerbayes.data.datasets.images  # noqa: F401 (registers the sets of images)
 from peerbayes.data.datasets.corpora import Corpus, Texts, is_corpus, read_corpus
-from peerbayes.data.datasets.images import IMAGENET_STATS
 from peerbayes.data.datasets.objects import read_object, splits_of, title_of
 from peerbayes.data.datasets.sources import READERS, Source, Stored, data_root, read_folder, read_npz
 from peerbayes.data.held_out import divided
@@ -36,6 +36,7 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
+from peerbayes.networks.normalisation import IMAGENET_STATS
 from peerbayes.networks.registry import WordVectors
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none

@@ -2,6 +2,7 @@
 
 from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer
+from peerbayes.networks.normalisation import normalised
 from peerbayes.networks.pretrained import starting_point
 from peerbayes.networks.registry import Inputs, Normalize, Normalized, WordVectors, build, names, network
 from peerbayes.networks.text import SequenceClassifier
@@ -19,6 +20,7 @@ __all__ = [
     "mlp",
     "names",
     "network",
+    "normalised",
     "projection_resnet",
     "resnet",
     "starting_point",

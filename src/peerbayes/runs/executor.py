@@ -44,7 +44,7 @@ class Loaded:
 
     def of(self, run: Run) -> Dataset:
         """Return a trained run's data, with its vocabulary."""
-        data = self.of_recipe(run.recipe, run.vocabulary)
+        data = run.given_data() or self.of_recipe(run.recipe, run.vocabulary)
         run.refuse_strange(data)
         return data
 

@@ -15,6 +15,7 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
+from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.recipes.settings import Peer
@@ -34,6 +35,7 @@ class Given:
         teachers: posteriors that the peers learn from.
         teacher_draws: draws of each Bayesian teacher in a step.
         data: a data set that is loaded already.
+        normalize: how images are normalised for networks that came from Python; see `peerbayes.networks.normalised`.
     """
 
     peers: Mapping[str, Posterior] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Given:
     teachers: Sequence[Posterior] = ()
     teacher_draws: int = 1
     data: Dataset | None = None
+    normalize: Choice = "auto"
 
 
 @dataclass(frozen=True, eq=False)

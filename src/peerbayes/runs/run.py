@@ -174,19 +174,20 @@ class Run(Mapping[str, Posterior]):
         return f"{self.folder}: the run is not finished; the command that began it goes on with it, with --resume"
 
     def data(self, root: str | Path | None = None) -> Dataset:
-        """Load the data that the run has learnt; refuse what has other inputs or classes now.
-
-        Data that were given from Python are at hand where the run was trained in this process.
-        """
-        said = self.about.get("data")
-        if said is not None:
-            if self._data is None or self._data.digest() != said["digest"]:
-                raise InputError(f"{self.folder}: was trained on data given from Python ({said['description']}): give "
-                                 "them again, as data=... in Python")  # fmt: skip
-            return self._data
-        loaded = load_data(self.recipe, root, self.vocabulary)
+        """Load the data that the run has learnt; refuse what has other inputs or classes now."""
+        loaded = self.given_data() or load_data(self.recipe, root, self.vocabulary)
         self.refuse_strange(loaded)
         return loaded
+
+    def given_data(self) -> Dataset | None:
+        """Return the data that were given from Python, which whoever trained in this process has; None for others."""
+        said = self.about.get("data")
+        if said is None:
+            return None
+        if self._data is None or self._data.digest() != said["digest"]:
+            raise InputError(f"{self.folder}: was trained on data given from Python ({said['description']}): give them "
+                             "again, as data=... in Python")  # fmt: skip
+        return self._data
 
     def refuse_other_data(self, loaded: Dataset) -> None:
         """Refuse data that are not those which were given from Python when the run began."""

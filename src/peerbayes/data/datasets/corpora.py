@@ -136,16 +136,16 @@ def assemble(
         first: the first class number, where it is known.
     """
     classes = _Classes.of(train, names, first)
-    first = classes.texts(train)
+    learnt = classes.texts(train)
     others = [None if items is None else classes.texts(items) for items in (test, validation)]
     for items in (test, validation):
         if items is not None and items.images != train.images:
             kinds = ("images", "texts") if items.images else ("texts", "images")
             raise InputError(f"{items.where}: holds {kinds[0]}, expected {kinds[1]} as in {train.where}")
     if not train.images:
-        return Corpus(first, others[0], others[1], classes.count, classes.names)
-    size = natural_size(first.texts[0])
-    files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (first, *others)]
+        return Corpus(learnt, others[0], others[1], classes.count, classes.names)
+    size = natural_size(learnt.texts[0])
+    files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *others)]
     return Source(files[0], files[1], files[2], classes=classes.count, class_names=classes.names)
 
 
