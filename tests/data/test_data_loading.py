@@ -171,7 +171,7 @@ ZEROS = np.zeros((4, 5, 5), np.uint8)
         ({"train": (ZEROS + 0.5 + 1, [0, 1, 0, 1])}, r"train_images: float images must be in \[0, 1\]"),
         ({"train": (ZEROS, [0, 1, 0, 1]), "test": (ZEROS, [0, 1, 2, 1])}, "test_labels: labels must be below 2"),
         ({"train": (ZEROS, [0, 1, 0, 1]), "test": (ZEROS[:, :4], [0] * 4)}, "arrays: test images have shape"),
-        ({"train": (ZEROS, [[0], [1, 2]])}, "train: can't be made an array"),
+        ({"train": (ZEROS, [[0], [1, 2]])}, r"train: the label of item 0 is a list \(\[0\]\), expected a class"),
     ],
 )
 def test_arrays_that_are_no_data_are_one_sentence(given, message):

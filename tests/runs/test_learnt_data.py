@@ -154,6 +154,7 @@ def test_a_codebook_is_that_of_the_posterior_that_was_given(tmp_path):
 
 def test_a_peer_goes_on_from_where_it_started_only(tmp_path):
     how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    how["normalize"] = None
     pb.fit({"a": pb.Point(small(0), start_from=small(1))}, **how)
     with pytest.raises(pb.InputError, match="in which peer 'a' started from other weights; choose another folder"):
         pb.fit({"a": pb.Point(small(0), start_from=small(2))}, resume=True, **how)
@@ -184,6 +185,7 @@ def test_a_run_that_is_finished_gives_its_peers_what_they_have_learnt(tmp_path):
 
 def test_what_was_interrupted_goes_on_with_the_posterior_that_has_learnt_a_part(tmp_path, monkeypatch):
     how = {"data": arrays(), "recipe": "mutual/digits-dnn", "overrides": SHORT[:2], "run": tmp_path / "run"}
+    how["normalize"] = None
     given = pb.Point(small(0), start_from=small(1))
 
     def interrupted(_):

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from peerbayes.api.fitting import check_finite, set_data
-from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, change, listed, load_recipe
@@ -27,7 +26,7 @@ def compress(
     source: Run | Posterior | str | Path,
     *,
     components: int | None = None,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     run: str | Path | None = None,
     into: str | Path = RECIPE,
     first: str | Path = FIRST,
@@ -117,14 +116,16 @@ def _compression_of_object(
     changes: Sequence[str],
     folder: Path,
     seed: int,
-    data: str | Path | Dataset | None,
+    data: Any,
     root: str | Path | None,
 ) -> Job:
     """Return the job that compresses a posterior, of a run if that is known, whose network no recipe could build."""
     last, scales = load_recipe(into), load_recipe(first)
     if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
         last, scales = (recipe.model_copy(update={"data": known.recipe.data}) for recipe in (last, scales))
-        data = known.recipe.data.name if known.vocabulary is None else known.data(root)
+        data = known.given_data()
+        if data is None:
+            data = known.recipe.data.name if known.vocabulary is None else known.data(root)
     if data is None:
         raise InputError("`data` is required: the posterior was not loaded from a run; name the data, or give a run")
     last = load_recipe(last, changes)
@@ -133,19 +134,24 @@ def _compression_of_object(
     network = posterior.materialise()
     before: Posterior | Job = posterior
     if not posterior.shareable:
-        before = _job_of_object(scales, network, posterior, data, _before(folder), seed)
-    return _job_of_object(last, network, before, data, folder, seed)
+        before = _job_of_object(scales, network, posterior, data, _before(folder), seed, root)
+    return _job_of_object(last, network, before, data, folder, seed, root)
 
 
 def _job_of_object(
-    recipe: Recipe, network: nn.Module, start: Posterior | Job, data: str | Path | Dataset, folder: Path, seed: int
+    recipe: Recipe,
+    network: nn.Module,
+    start: Posterior | Job,
+    data: Any,
+    folder: Path,
+    seed: int,
+    root: str | Path | None,
 ) -> Job:
     table = recipe.model_dump(exclude_none=True)
-    set_data(table, data)
+    loaded = set_data(table, data, root)
     table["peers"][0]["network"] = CUSTOM
     table["peers"][0].pop("start_from", None)
     name = recipe.peers[0].name
-    loaded = data if isinstance(data, Dataset) else None
     given = Given(networks={name: network}, starts={name: start}, data=loaded)
     return Job(with_full_paths(Recipe.parse(table, f"recipe {recipe.name}")), folder, seed, given)
 

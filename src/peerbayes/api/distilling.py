@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from peerbayes.api.fitting import check_teacher_overrides, fit
-from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import Dataset, load
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import describe
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.mean_field import MeanField
@@ -31,7 +32,7 @@ def distill(
     teachers: Teacher | Iterable[Teacher],
     into: nn.Module,
     *,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     run: str | Path | None = None,
     recipe: str | Path | Recipe | None = None,
     overrides: str | Sequence[str] = (),
@@ -63,11 +64,15 @@ def distill(
         known = chosen.model_copy(update={"data": runs[0].recipe.data})
         chosen, words = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
-        data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
+        data = runs[0].given_data()
+        if data is None:
+            data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
     else:
         if chosen.name in packaged():  # which hold out a part of their own data, not of these
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
         words = runs[0].vocabulary if runs and not isinstance(data, Dataset) else None
+        if words is not None and not isinstance(data, str | Path):
+            data, words = load(data, root=how.get("root"), vocabulary=words), None
         if words is not None:
             named = {"name": str(data), "classes": None, "text": runs[0].recipe.data.text}
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=named)})
@@ -170,6 +175,7 @@ def save_networks(run: Run) -> list[Path]:
             continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
-        storage.write(path, state, {"network": next(p.network for p in run.recipe.peers if p.name == name)})
+        about: dict[str, Any] = {"network": next(p.network for p in run.recipe.peers if p.name == name)}
+        storage.write(path, state, about | describe(run[name].network))
         written.append(path)
     return written

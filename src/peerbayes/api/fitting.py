@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import Dataset, load
+from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import Choice
 from peerbayes.networks.registry import AUTO
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
@@ -28,6 +30,7 @@ def train(
     recipe: str | Path | Recipe,
     run: str | Path,
     *,
+    data: Any = None,
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -39,6 +42,7 @@ def train(
     Args:
         recipe: a recipe, its name or its file.
         run: the run folder.
+        data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
@@ -46,17 +50,18 @@ def train(
         how: see `How`.
     """
     refuse_unknown(how, train)
-    job = job_for(recipe, run, seed, overrides=overrides, root=how.get("root"))
+    job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
     return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
 
 def fit(
     peers: Mapping[str, Posterior] | nn.Module,
     *,
-    data: str | Path | Dataset,
+    data: Any,
     recipe: str | Path | Recipe | None = None,
     run: str | Path | None = None,
     teachers: Sequence[Posterior] = (),
+    normalize: Choice = "auto",
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -68,11 +73,14 @@ def fit(
     Args:
         peers: posteriors by name; they are trained in place and take the place of the recipe's peers. Or a network:
             the recipe's peers are made over it, all with its weights to begin with.
-        data: a data set (`peerbayes.data.from_arrays` makes one of arrays), or what `peerbayes.data.load` takes; it
-            takes the place of the recipe's.
+        data: a data set, or what `peerbayes.data.load` takes, such as a path, ``(X, y)`` or a torch data set; it takes
+            the place of the recipe's.
         recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
         run: the run folder; by default that of the recipe and seed.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
+        normalize: how networks from elsewhere expect their images: ``"imagenet"``, ``"data"``, (mean, std), or None for
+            in [0, 1] or by themselves; ``"auto"`` takes what timm and torchvision note, see
+            `peerbayes.networks.normalised`.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: go on with an interrupted run.
@@ -85,6 +93,7 @@ def fit(
     if recipe is None or run is None or isinstance(peers, nn.Module):
         job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
         recipe, run, overrides = job.recipe, job.folder, ()
+        data = data if job.given.data is None else job.given.data
         peers = _made_over(peers, job) if isinstance(peers, nn.Module) else peers
     _check_given(peers)
     check_teacher_overrides(overrides)
@@ -104,9 +113,9 @@ def fit(
         networks={name: posterior.materialise() for name, posterior in peers.items()},
         teachers=teachers,
         teacher_draws=table.pop("teachers", {}).get("draws", 1),
-        data=data if isinstance(data, Dataset) else None,
+        data=set_data(table, data, how.get("root")),
+        normalize=normalize,
     )
-    set_data(table, data)
     origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
     job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)
     (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
@@ -120,7 +129,7 @@ def job_for(
     run: str | Path | None,
     seed: int = 0,
     *,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     network: str | None = None,
     epochs: int | None = None,
     overrides: str | Sequence[str] = (),
@@ -132,7 +141,7 @@ def job_for(
         recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
         run: the run folder; by default that of the recipe and seed.
         seed: of everything random.
-        data: in the place of the recipe's.
+        data: what `peerbayes.data.load` takes, in the place of the recipe's.
         network: of all peers, in the place of the recipe's.
         epochs: in all, see `over_epochs`.
         overrides: changes of the recipe.
@@ -141,14 +150,12 @@ def job_for(
     base = load_recipe(PEERS if recipe is None else recipe)
     base = base if epochs is None else over_epochs(base, epochs)
     table = base.model_dump(exclude_none=True)
-    if data is not None:
-        set_data(table, data)
+    given = None if data is None else set_data(table, data, root)
     for peer in table["peers"] if network is not None else ():
         peer["network"] = network
     chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
-    given = data if isinstance(data, Dataset) else None
     if recipe is None or any(peer.network == AUTO for peer in chosen.peers):
-        loaded = given or load_data(chosen, root)
+        loaded = load_data(chosen, root) if given is None else given
         if recipe is None and loaded.vocabulary is not None:
             return job_for(TEXT, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=root)
         chosen, given = load_recipe(fitted_to(chosen, loaded), overrides), loaded
@@ -156,13 +163,37 @@ def job_for(
     return Job(chosen, folder, seed, Given(data=given))
 
 
-def set_data(table: dict[str, Any], data: Any) -> None:
-    """Let a recipe's table name other data, of any number of classes."""
-    if not isinstance(data, str | Path | Dataset):
-        kind = type(data).__name__
-        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
-    table["data"].pop("classes", None)
-    table["data"]["name"] = data.name if isinstance(data, Dataset) else str(data)
+def set_data(
+    table: dict[str, Any], data: Any, root: str | Path | None = None, vocabulary: Vocabulary | None = None
+) -> Dataset | None:
+    """Let a recipe's table name other data, of any number of classes; return them where they come from Python.
+
+    Args:
+        table: of a recipe, which is changed.
+        data: a data set, or what `peerbayes.data.load` takes; objects are split as the table says.
+        root: data root.
+        vocabulary: to use for texts.
+    """
+    options = table["data"]
+    options.pop("classes", None)
+    if isinstance(data, str | Path):
+        options["name"] = str(data)
+        return None
+    if isinstance(data, Dataset):
+        loaded = data
+    else:
+        text = None if options.get("text") is None else TextOptions(**options["text"])
+        chosen = {key: options.get(key) for key in ("size", "stats")}
+        loaded = load(
+            data, root=root, validation=options.get("validation", 0), text=text, vocabulary=vocabulary, **chosen
+        )
+    if isinstance(data, Dataset):
+        for key in ("size", "stats", "text"):
+            options.pop(key, None)
+        options["validation"] = 0
+        options |= {key: value for key, value in (loaded.origin or {}).items() if value is not None}
+    options["name"] = loaded.origin["name"] if loaded.origin is not None else loaded.name
+    return loaded
 
 
 def _made_over(network: nn.Module, job: Job) -> dict[str, Posterior]:

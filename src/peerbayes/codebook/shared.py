@@ -417,7 +417,7 @@ class Shared(Posterior):
             anchors_now = {f"codebook/{name}": getattr(self, name) for name in ANCHORS}
             self.load_state(unpacked(tensors, more, self) | anchors_now)
         storage.write(
-            Path(path), tensors, self._described() | more, first=sum(name.startswith(FIRST) for name in tensors)
+            Path(path), tensors, self.description() | more, first=sum(name.startswith(FIRST) for name in tensors)
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From a name or a path to a data set with fixed splits.
+"""From a name, a path or an object to a data set with fixed splits.
 
 Where data is looked for: the ``root`` argument, else the environment variable ``PEERBAYES_DATA``, else
 ``~/.cache/peerbayes/data``. Splits are the same every time:
@@ -9,44 +9,40 @@ Where data is looked for: the ``root`` argument, else the environment variable `
 - ``validation`` takes the *last* images of the training split, in order, as the papers do with CIFAR. Where
   the training split is stored class by class (each class in one run, as in image folders), the last images
   would be of one class: then the same share of each class is taken by a fixed permutation. Either way the
-  training images keep their order.
+  training images keep their order. ``"auto"`` takes the data's own validation split, or else a tenth.
+
+What is cut is said in the notes of the data set.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+import peerbayes.data.datasets.images  # noqa: F401 (registers the sets of images)
 from peerbayes.data.datasets.corpora import Corpus, Texts, is_corpus, read_corpus
-from peerbayes.data.datasets.images import IMAGENET_STATS
-from peerbayes.data.datasets.sources import (
-    READERS,
-    Source,
-    Stored,
-    array_split,
-    count_classes,
-    data_root,
-    read_folder,
-    read_npz,
-)
+from peerbayes.data.datasets.objects import read_object, splits_of, title_of
+from peerbayes.data.datasets.sources import READERS, Source, Stored, data_root, read_folder, read_npz
 from peerbayes.data.held_out import divided
 from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
+from peerbayes.networks.normalisation import IMAGENET_STATS
 from peerbayes.networks.registry import WordVectors
 from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none
 NAMED = 10  # classes that are shown
+_DIGESTED = 64  # inputs of a split that its digest looks at
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
 
 
@@ -69,6 +65,9 @@ class Dataset:
             None.
         vocabulary: how texts became token numbers; None for images.
         vectors: word vectors for networks to start from, where the options of the texts name some.
+        stats: whose mean and deviation these are, where others than the data's own were asked for.
+        notes: what was cut, or left out, a sentence each.
+        origin: what `load` makes it of again: its options by name, with full paths; None for an object.
     """
 
     name: str
@@ -83,6 +82,31 @@ class Dataset:
     soft_labels: Tensor | None = None
     vocabulary: Vocabulary | None = None
     vectors: WordVectors | None = None
+    stats: Literal["imagenet"] | None = None
+    notes: tuple[str, ...] = ()
+    origin: Mapping[str, Any] | None = None
+
+    @property
+    def description(self) -> str:
+        """Name and sizes of its splits, for people."""
+        parts = {"training": self.train, "validation": self.validation, "test": self.test}
+        counts = ", ".join(f"{len(split):,} {name}" for name, split in parts.items() if split is not None)
+        return f"'{self.name}': {counts} {'texts' if self.vocabulary is not None else 'images'}"
+
+    def digest(self) -> str:
+        """Return a digest of sizes, labels, and some inputs of each split; the same whatever the data came from."""
+        found = hashlib.blake2b(digest_size=8)
+        for split in (self.train, self.validation, self.test):
+            if split is None:
+                found.update(b"none")
+                continue
+            index = torch.linspace(0, len(split) - 1, min(_DIGESTED, len(split))).long()
+            inputs, _ = split.batch(index, torch.device("cpu"))
+            labels = torch.zeros(0) if split.labels is None else split.labels
+            for tensor in (inputs.contiguous(), labels):
+                found.update(f"{len(split)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
     def _repr_html_(self) -> str:
         named = ", ".join((self.class_names or ())[:NAMED])
@@ -108,33 +132,48 @@ def names() -> tuple[str, ...]:
 
 
 def load(
-    name: str | Path,
+    given: Any,
     *,
     root: Path | str | None = None,
-    validation: int | float = 0,
+    validation: int | float | Literal["auto"] = 0,
     size: int | None = None,
     stats: Literal["imagenet"] | None = None,
     text: TextOptions | None = None,
     vocabulary: Vocabulary | None = None,
+    names: Sequence[str] | None = None,
 ) -> Dataset:
     """Read a data set; the module's text gives the rules of the splits.
 
     Args:
-        name: a registered name (see :func:`peerbayes.data.names`), or a path to an ``.npz`` file, an image folder,
-            or texts (a ``.csv`` or ``.json`` file, or a folder with a ``train.csv``; see
-            `peerbayes.data.datasets.corpora`); a relative path is looked for in the working directory, then
-            under the root.
+        given: a registered name (see :func:`peerbayes.data.names`); a path to an ``.npz`` file, an image folder, a
+            ``.csv`` file of texts or of image paths, a ``.json`` file of texts, or a folder with a ``train.csv`` (see
+            `peerbayes.data.datasets.corpora`), where a relative path is looked for in the working directory, then under
+            the root; or an object: a torch data set or loader, ``(X, y)``, a list of ``(image, label)``, a pandas
+            ``DataFrame``, a Hugging Face data set, or a dictionary of these with ``train``, ``test`` and
+            ``validation``. A `Dataset` is returned as it is.
         root: the folder of the data (see :func:`peerbayes.data.data_root`).
-        validation: images to hold out of the training split: a number, or a fraction below 1.
+        validation: images to hold out of the training split: a number, or a fraction below 1; ``"auto"`` for the data's
+            own validation split, or else a tenth.
         size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
-            ImageNet, and for other folders the shortest side of the first image, at most 224.
+            ImageNet, and for other folders, and objects whose images have different sizes, the shortest side of the
+            first image, at most 224.
         stats: mean and deviation that networks normalise colour images by: ``"imagenet"`` for those of ImageNet, which
             some papers use for all of them. By default the data's own, see `Dataset`.
         text: how texts become token numbers; its file of vectors is looked for as a relative path is.
         vocabulary: a vocabulary to use for texts, such as that of a run, instead of making one; word vectors are not
             read then.
+        names: of the classes of an object, in the order of their numbers; by default its own, or labels that are texts,
+            sorted.
     """
-    found = _read(name, root, want_train=True)
+    if isinstance(given, Dataset):
+        return given
+    named = isinstance(given, str | Path)
+    if named and names is not None:
+        raise InputError(f"names are for data given as an object, and {given} names its classes itself")
+    found = _read(given, root, want_train=True) if named else read_object(given, names, size)
+    name = given if named else (title_of(given) or IN_MEMORY)
+    if not named and name in READERS:  # a run of it could be taken for one of theirs
+        name = IN_MEMORY
     if isinstance(found, Corpus):
         if size is not None:
             raise InputError(f"{name} holds texts: size is for images; the length of a text is an option of text")
@@ -144,27 +183,36 @@ def load(
             text = TextOptions()
         elif text.vectors and not Path(text.vectors).expanduser().exists():
             text = replace(text, vectors=str(data_root(root) / text.vectors))
-        return _text_data(name, found, validation, text, vocabulary)
-    if text is not None or vocabulary is not None:
+        loaded = _text_data(name, found, validation, text, vocabulary)
+    elif text is not None or vocabulary is not None:
         raise InputError(f"{name} holds images: leave out the options of text")
-    loaded = _image_data(name, found, validation, size)
-    return loaded if stats is None else _normalised_by(stats, loaded)
+    else:
+        loaded = _image_data(name, found, validation, size)
+        loaded = loaded if stats is None else _normalised_by(stats, loaded)
+    if not named:
+        return replace(loaded, name=str(name))
+    options = {"validation": validation, "size": size, "stats": stats}
+    if options["validation"] == "auto":
+        cut = loaded.validation is not None and found.validation is None
+        options["validation"] = len(loaded.validation) if cut and loaded.validation is not None else 0
+    written = None if text is None else {"text": asdict(text)}
+    return replace(loaded, origin={"name": _full(given, root), **options, **(written or {})})
 
 
-def _normalised_by(stats: str, loaded: Dataset) -> Dataset:
+def _normalised_by(stats: Any, loaded: Dataset) -> Dataset:
     if stats != "imagenet":
         raise InputError(f"stats = '{stats}': expected 'imagenet', or None for the data's own")
     mean, std = IMAGENET_STATS
     if loaded.shape[0] != len(mean):
         raise InputError(f"stats = '{stats}' is for images of {len(mean)} channels, but {loaded.name} has "
                          f"{loaded.shape[0]}")  # fmt: skip
-    return replace(loaded, mean=mean, std=std)
+    return replace(loaded, mean=mean, std=std, stats=stats)
 
 
 def from_arrays(
     train: tuple[Any, Any],
     test: tuple[Any, Any] | None = None,
-    validation: tuple[Any, Any] | int | float = 0,
+    validation: tuple[Any, Any] | int | float | Literal["auto"] = 0,
     *,
     names: Sequence[str] | None = None,
     name: str = IN_MEMORY,
@@ -172,42 +220,47 @@ def from_arrays(
     """Make a data set of images in memory, as :func:`load` makes one of an ``.npz`` file.
 
     Args:
-        train: images (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or float in [0, 1], and integer labels (N,):
-            numpy arrays, tensors, or what numpy makes arrays of.
+        train: images (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or float in [0, 1], and labels (N,), numbers or
+            names: numpy arrays, tensors, or what numpy makes arrays of.
         test: as ``train``; without it a fixed fifth of ``train`` is held out.
         validation: as ``train``, or how many images (or which fraction) to hold out of ``train``.
-        names: of the classes; by default they are numbered, from 0 without gaps.
+        names: of the classes; by default they are numbered, from 0 without gaps, or sorted.
         name: of the data set, in tables.
     """
     if name in READERS:
         raise InputError(f"name '{name}' is that of a known data set; choose another one for these")
-    classes = None if names is None else len(names)
-    split = _array_split("train", train, classes)
-    classes = classes or count_classes(split, "train_labels")
-    own, count = (None, validation) if isinstance(validation, int | float) else (validation, 0)
-    found = Source(
-        split,
-        None if test is None else _array_split("test", test, classes),
-        None if own is None else _array_split("validation", own, classes),
-        classes=classes,
-        class_names=None if names is None else tuple(map(str, names)),
-    )
-    return replace(_image_data(name, found, count, None), name=name)
+    own, count = (None, validation) if isinstance(validation, int | float | str) else (validation, 0)
+    parts = {"train": train, "test": test, "validation": own}
+    for part, given in parts.items():
+        if part == "train" or given is not None:
+            if not isinstance(given, tuple | list) or len(given) != 2:
+                raise InputError(f"{part} is of type {type(given).__name__}, expected a pair (images, labels)")
+            parts[part] = tuple(given)
+    return replace(load(parts, validation=count, names=names), name=name)
 
 
-def _array_split(part: str, given: Any, classes: int | None) -> ArraySplit:
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise InputError(f"{part} is of type {type(given).__name__}, expected a pair (images, labels)")
-    try:
-        images, labels = (one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given)
-    except (TypeError, ValueError) as error:  # bfloat16, say, or rows of different lengths
-        raise InputError(f"{part}: can't be made an array ({error})") from None
-    return array_split(images, labels, part, classes)
+def load_judged(given: Any, *, vocabulary: Vocabulary | None = None, size: int | None = None,
+                names: Sequence[str] | None = None) -> Dataset:  # fmt: skip
+    """Return data to judge by: the test split of an object that has one, else all that it holds.
+
+    Args:
+        given: as in :func:`load`.
+        vocabulary: of the run, for texts.
+        size: side of the images.
+        names: the classes that the run knows.
+    """
+    if isinstance(given, Dataset | str | Path):
+        return load(given, vocabulary=vocabulary, size=None if isinstance(given, Dataset) else size)
+    parts = splits_of(given)
+    whole = parts.get("test", parts["train"])
+    return load({"train": whole, "test": whole}, vocabulary=vocabulary, size=size, names=names)
 
 
-def _image_data(name: str | Path, found: Source, validation: int | float, size: int | None) -> Dataset:
+def _image_data(
+    name: str | Path, found: Source, validation: int | float | Literal["auto"], size: int | None
+) -> Dataset:
     parts: tuple[Stored, Stored | None, Stored]
-    parts = divided(name, found.train, found.validation, found.test, validation)
+    parts, cut = divided(name, found.train, found.validation, found.test, validation)
     train, own, test = parts
     if size is not None:
         _check_size(size)
@@ -227,13 +280,18 @@ def _image_data(name: str | Path, found: Source, validation: int | float, size: 
         mean=mean,
         std=std,
         soft_labels=found.soft_labels,
+        notes=(*found.notes, *cut),
     )
 
 
 def _text_data(
-    name: str | Path, found: Corpus, validation: int | float, options: TextOptions, vocabulary: Vocabulary | None
+    name: str | Path,
+    found: Corpus,
+    validation: int | float | Literal["auto"],
+    options: TextOptions,
+    vocabulary: Vocabulary | None,
 ) -> Dataset:
-    train, own, test = divided(name, found.train, found.validation, found.test, validation)
+    (train, own, test), cut = divided(name, found.train, found.validation, found.test, validation)
     vectors = None
     if vocabulary is None:
         vocabulary = Vocabulary.build(train.texts, options)
@@ -252,6 +310,7 @@ def _text_data(
         std=(),
         vocabulary=vocabulary,
         vectors=vectors,
+        notes=(*found.notes, *cut),
     )
 
 
@@ -320,21 +379,32 @@ def _check_size(size: int) -> None:
 
 
 def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source | Corpus:
-    base = data_root(root)
     if isinstance(name, str) and name in READERS:
-        return READERS[name](base, want_train)
-    path = Path(name).expanduser()
-    for place in (path, base / path):
-        if is_corpus(place):
-            return read_corpus(place, want_train)
-        if place.is_dir():
-            return read_folder(place, want_train)
-        if place.is_file():
-            if place.suffix != ".npz":
-                raise InputError(
-                    f"{place}: expected an .npz file, an image folder, texts (.csv, .json) or a known name"
-                )
-            return read_npz(place, want_train)
+        return READERS[name](data_root(root), want_train)
+    place = _located(name, root)
+    if is_corpus(Path(place)):
+        return read_corpus(Path(place), want_train)
+    if Path(place).is_dir():
+        return read_folder(Path(place), want_train)
+    if Path(place).suffix != ".npz":
+        raise InputError(f"{place}: expected an .npz file, an image folder, a table of texts or image paths (.csv), "
+                         "texts (.json) or a known name")  # fmt: skip
+    return read_npz(Path(place), want_train)
+
+
+def _full(name: str | Path, root: Path | str | None) -> str:
+    place = _located(name, root)
+    return place if isinstance(place, str) else str(place.resolve())
+
+
+def _located(name: str | Path, root: Path | str | None) -> str | Path:
+    """Return a registered name, or the path where data are, as it was given or below the root."""
+    if isinstance(name, str) and name in READERS:
+        return name
+    path, base = Path(name).expanduser(), data_root(root)
+    place = next((place for place in (path, base / path) if place.exists()), None)
+    if place is not None:
+        return place
     hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
     looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
     raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,23 @@ Part = TypeVar("Part", bound=_Divisible)
 
 
 def divided(
-    name: str | Path, train: Part | None, own: Part | None, test: Part | None, validation: int | float
-) -> tuple[Part, Part | None, Part]:
-    """Return training, validation and test split."""
+    name: str | Path,
+    train: Part | None,
+    own: Part | None,
+    test: Part | None,
+    validation: int | float | Literal["auto"],
+) -> tuple[tuple[Part, Part | None, Part], list[str]]:
+    """Return training, validation and test split, and what is said of those that had to be cut.
+
+    Args:
+        name: of the data, for messages.
+        train: the data's training split.
+        own: its validation split.
+        test: its test split; a fifth of ``train`` is held out where there is none.
+        validation: how many of ``train`` to hold out, which fraction, or ``"auto"``: a tenth unless there is ``own``.
+    """
     assert train is not None
+    notes: list[str] = []
     items = "texts" if isinstance(train, Texts) else "images"
     if test is None:
         if len(train) < 2:
@@ -41,7 +54,16 @@ def divided(
         if not known.any():
             raise InputError(f"{name}: expected a class with two {items} at least, to hold out a test split")
         kept = torch.cat([kept, held[~known]]).sort().values
+        total = len(train)
         train, test = train.select(kept), train.select(held[known])
+        notes.append(f"{name}: no test split: {len(test):,} of {total:,} {items} are held out, the same every time")
+    if isinstance(validation, str) and validation != "auto":
+        raise InputError(f"validation = '{validation}': expected a number, a fraction, or 'auto'")
+    if isinstance(validation, str):
+        validation = 0 if own is not None else len(train) // 10
+        if validation:
+            told = f"{validation:,} of {len(train):,} training {items} are held out, the same every time"
+            notes.append(f"{name}: no validation split: {told}")
     count = _validation_count(name, validation, len(train), items)
     if count and own is not None:
         raise InputError(f"{name} has its own validation split of {len(own)} {items}: leave validation at 0")
@@ -49,7 +71,7 @@ def divided(
         assert train.labels is not None
         kept, held = _validation_split(train.labels, count)
         train, own = train.select(kept), train.select(held)
-    return train, own, test
+    return (train, own, test), notes
 
 
 def _validation_split(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:

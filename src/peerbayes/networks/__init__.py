@@ -2,6 +2,7 @@
 
 from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer
+from peerbayes.networks.normalisation import normalised
 from peerbayes.networks.pretrained import starting_point
 from peerbayes.networks.registry import (
     AUTO,
@@ -31,6 +32,7 @@ __all__ = [
     "mlp",
     "names",
     "network",
+    "normalised",
     "projection_resnet",
     "resnet",
     "starting_point",

@@ -44,6 +44,7 @@ class Inputs:
         dimension: for texts: of the word vectors to start from. 0 without them.
         padding: for texts: the token number that fills rows up.
         vectors: for texts: what the embedding starts from; not part of a network's description.
+        asked: ``mean`` and ``std`` were asked for, instead of the data's own; not part of a network's description.
 
     Example:
         >>> from peerbayes.networks import Inputs
@@ -60,10 +61,11 @@ class Inputs:
     dimension: int = 0
     padding: int = 0
     vectors: WordVectors | None = field(default=None, repr=False, compare=False)
+    asked: bool = field(default=False, repr=False, compare=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return all but the vectors as JSON-ready values, from which the network can be rebuilt."""
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "vectors"}
+        """Return all but the vectors and who asked for what: JSON-ready values that rebuild the network."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.compare}
 
 
 Builder = Callable[[Inputs], nn.Module]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError, reason
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import capture
+from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
+from peerbayes.networks.registry import Inputs
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
@@ -106,6 +108,8 @@ class Posterior(nn.Module):
         self.provenance = Provenance()
         self.account: dict[str, Any] = {}  # of how it was made, where that is more than its options
         self.network = copy.deepcopy(network)
+        if isinstance(start_from, nn.Module):
+            carry_over(start_from.network if isinstance(start_from, Posterior) else start_from, self.network)
         homes = first_names(self.network)
         chosen, others, self.aliases = take_parameters(self.network, bayesian)
         if not chosen and not others:
@@ -332,6 +336,38 @@ class Posterior(nn.Module):
         # In training mode its first prediction would use, and change, batch-norm's statistics.
         return plain.eval()
 
+    def normalise(self, normalize: Choice, inputs: Inputs, started: bool = False, who: str = "the network") -> None:
+        """Put the normalisation that the network expects in front of it; see `peerbayes.networks.normalised`.
+
+        Args:
+            normalize: what that is.
+            inputs: shape and statistics of the data.
+            started: the weights are known to be trained ones.
+            who: the network, for messages.
+        """
+        network = copy.copy(self.network)  # another object: what predictions keep by it is made anew
+        network._buffers = dict(network._buffers)
+        network._non_persistent_buffers_set = set(network._non_persistent_buffers_set)
+        tensors = self.named(self.mean.detach())
+        settle(
+            network,
+            normalize,
+            inputs,
+            run=lambda images: self.run_network(images, tensors),
+            tensors=tensors,
+            started=started,
+            who=who,
+        )
+        if normalization_of(network) != normalization_of(self.network):
+            self.network = network
+        carry_over(network, self.network)
+
+    def description(self) -> dict[str, Any]:
+        """Return what a file says beside the tensors, as JSON-ready values; a temperature of 1 is left out."""
+        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
+        about |= {} if self.temperature == 1 else {"temperature": float(self.temperature)}
+        return about | describe(self.network)
+
     def state(self) -> dict[str, Tensor]:
         """Return every tensor by its place and the network's own name: ``mean/a.weight``, ``rest/bn.bias``."""
         tensors = {
@@ -370,13 +406,8 @@ class Posterior(nn.Module):
         storage.write(
             Path(path),
             state if anchors else {name: t for name, t in state.items() if not name.startswith("anchor/")},
-            self._described(),
+            self.description(),
         )
-
-    def _described(self) -> dict[str, Any]:
-        """Return what a file says of its tensors; without a temperature, as before there were any, it is 1."""
-        about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
-        return about if self.temperature == 1 else about | {"temperature": float(self.temperature)}
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
@@ -406,6 +437,7 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
             raise InputError(f"{path}: its options are not those of a {kind} posterior ({reason(error)})") from None
+        restore(posterior.network, about)
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
         posterior.temperature = temperature

@@ -62,7 +62,8 @@ def fitted_to(recipe: Recipe, loaded: Dataset) -> Recipe:
 
 def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
-    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors)
+    asked = loaded.stats is not None
+    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
     known = loaded.vocabulary
     if known is None:
         return found

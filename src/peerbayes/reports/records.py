@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peerbayes import metrics
-from peerbayes.data.dataset import Dataset, load_outside
+from peerbayes.data.dataset import Dataset, load, load_judged, load_outside
 from peerbayes.data.splits import Split
 from peerbayes.engine.devices import environment, pick_device
 from peerbayes.errors import InputError
@@ -34,7 +35,7 @@ def evaluate(
     out_of_distribution: str | Iterable[str] | None = None,
     corrupted: str | Path | None = None,
     averaged: bool = False,
-    data: Dataset | None = None,
+    data: Any = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
     trust: bool = False,
@@ -50,7 +51,8 @@ def evaluate(
             the 75 corruptions, in turn), or a folder of the official CIFAR-C arrays.
         averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
             are and with batch-norm's statistics estimated anew on the training images.
-        data: the data set, where the run was given one in memory; by default it is loaded by name.
+        data: what to judge on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split all
+            is judged, unless the run was trained on it. By default what the run has learnt, by name or from memory.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
@@ -60,8 +62,8 @@ def evaluate(
     draws = options.draws if draws is None else draws
     if isinstance(out_of_distribution, str):
         out_of_distribution = [out_of_distribution]
-    if data is not None and not isinstance(data, Dataset):
-        raise InputError(f"data is of type {type(data).__name__}, expected a Dataset (data.load gives one of a name)")
+    if data is not None:
+        data = _to_judge(data, run, root)
     outside = list(options.out_of_distribution if out_of_distribution is None else out_of_distribution)
     if data is not None:
         run.refuse_strange(data, sizes=False)
@@ -143,6 +145,24 @@ def evaluate(
         if None in bad:
             record["ensemble"]["corrupted"] = bad[None]
     return record
+
+
+def _to_judge(data: Any, run: Run, root: str | Path | None) -> Dataset:
+    """Return data as the run would split them, if it was trained on them, else as what they are: a test."""
+    if isinstance(data, Dataset):
+        return data
+    options, words = run.recipe.data, run.vocabulary
+    size = None if words is not None else options.size
+    if isinstance(data, str | Path):
+        return load(data, root=root, size=size, stats=options.stats, vocabulary=words)
+    names = run.about.get("class_names")
+    said = run.about.get("data")
+    if said is not None:
+        with contextlib.suppress(InputError):  # a part of them alone could not be split so
+            again = load(data, validation=options.validation, size=size, vocabulary=words, names=names)
+            if again.digest() == said["digest"]:
+                return again
+    return load_judged(data, size=size, vocabulary=words, names=names)
 
 
 def _last_epochs(run: Run, count: int) -> Record:

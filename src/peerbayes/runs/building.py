@@ -16,6 +16,7 @@ from peerbayes.engine.stages import seeded
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.math.noise import Address
+from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior, Source
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
@@ -33,6 +34,7 @@ def build_peer(
     start: Path | Posterior | None = None,
     network: torch.nn.Module | None = None,
     depth: int = 0,
+    normalize: Choice = "auto",
 ) -> Posterior:
     """Build one peer's posterior.
 
@@ -44,8 +46,13 @@ def build_peer(
         start: weights file, or posterior, that it starts from. A codebook without one is a stand-in.
         network: in the place of the one that the settings name.
         depth: trainings that lie behind it.
+        normalize: how images are normalised for a network that is not ours.
     """
-    inputs, kind = network_inputs(data), Posterior.of_kind(peer.posterior.kind)
+    inputs, kind, who = network_inputs(data), Posterior.of_kind(peer.posterior.kind), _network_of(peer.name)
+    if isinstance(start, Posterior):
+        _normalise(start, normalize, inputs, who)
+    elif network is not None:
+        network = networks.normalised(network, normalize, inputs, who)
     options = peer.posterior.arguments()
     if kind.made_of_posterior:
         network = network if network is not None else networks.build(peer.network, inputs)
@@ -59,12 +66,24 @@ def build_peer(
     if network is None:
         with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
             network = networks.build(peer.network, inputs)
+            if ":" in peer.network:
+                network = networks.normalised(network, normalize, inputs, who)
             if isinstance(start, Path):
                 source = networks.starting_point(peer.network, inputs, start, network, peer.new_head)
     try:
         return kind(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
     except OptionError as error:
         raise InputError(f"peer '{peer.name}': posterior.{error}") from None
+
+
+def _network_of(peer: str) -> str:
+    return f"the network of peer '{peer}'"
+
+
+def _normalise(posterior: Posterior, normalize: Choice, inputs: networks.Inputs, who: str) -> None:
+    """Give a posterior from Python its images as its network expects them; what a run has trained is left as it is."""
+    if not isinstance(normalize, str) or normalize != "auto" or posterior.provenance.state != "trained":
+        posterior.normalise(normalize, inputs, bool(posterior.provenance.parent), who)
 
 
 def _on(posterior: Posterior, device: torch.device) -> Posterior:
@@ -91,7 +110,16 @@ def build_peers(
         stands_in = rehearse and Posterior.of_kind(peer.posterior.kind).made_of_posterior
         start = None if stands_in else _start(node, peer, data, rehearse)
         network = node.job.given.networks.get(peer.name)
-        found[peer.name] = build_peer(peer, data, node.seed, device, start=start, network=network, depth=depth)
+        found[peer.name] = build_peer(
+            peer,
+            data,
+            node.seed,
+            device,
+            start=start,
+            network=network,
+            depth=depth,
+            normalize=node.job.given.normalize,
+        )
     return found
 
 
@@ -99,6 +127,7 @@ def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Poster
     """Return the posteriors that were given, where they learn."""
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
+        _normalise(posterior, node.job.given.normalize, network_inputs(data), _network_of(name))
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = data.shape, data.class_names
     return dict(node.job.given.peers)
@@ -127,6 +156,7 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
     chosen, found = node.recipe.teachers, list[Posterior]()
     for source in node.teachers:
         if isinstance(source, Posterior):
+            _normalise(source, "auto", network_inputs(data), "a teacher's network")
             found.append(source.to(device))
             continue
         if isinstance(source, Node) and not is_trained(source.folder):
@@ -154,6 +184,7 @@ def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
         return
     if all(getattr(run.recipe.data, key) == getattr(recipe.data, key) for key in ("size", "text")):
         run.refuse_strange(loaded)
+        run.refuse_other_data(loaded)
     else:
         run.refuse_renamed(loaded)
     _warn_of_known(run, recipe)

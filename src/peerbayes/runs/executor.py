@@ -46,7 +46,7 @@ class Loaded:
 
     def of(self, run: Run) -> Dataset:
         """Return a trained run's data, with its vocabulary."""
-        data = self.of_recipe(run.recipe, run.vocabulary)
+        data = run.given_data() or self.of_recipe(run.recipe, run.vocabulary)
         run.refuse_strange(data)
         return data
 
@@ -193,6 +193,8 @@ def _take_over(node: Node, device: torch.device) -> None:
         return
     refuse_other_origins(node.folder, origins_of(node.job.given.peers, node.job.given.teachers))
     run = node.run()
+    if node.job.given.data is not None:
+        run.refuse_other_data(node.job.given.data)
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
         posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})

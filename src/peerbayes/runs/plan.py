@@ -16,6 +16,7 @@ from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
 from peerbayes.networks.checkpoint import is_checkpoint
+from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
 from peerbayes.recipes.settings import Peer
@@ -36,6 +37,7 @@ class Given:
         teachers: posteriors that the peers learn from.
         teacher_draws: draws of each Bayesian teacher in a step.
         data: a data set that is loaded already.
+        normalize: how images are normalised for networks that came from Python; see `peerbayes.networks.normalised`.
     """
 
     peers: Mapping[str, Posterior] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Given:
     teachers: Sequence[Posterior] = ()
     teacher_draws: int = 1
     data: Dataset | None = None
+    normalize: Choice = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +265,7 @@ class _Resolver:
             # The same data may be named by another path.
             if with_full_paths(fitted) != with_full_paths(named) or is_trained(changed):
                 folder = changed
-        return self._completed(Job(fitted, folder, job.seed))
+        return self._completed(Job(fitted, folder, job.seed, Given(data=job.given.data)))
 
     def _check_circle(self, source: str, above: tuple[str, ...] = ()) -> None:
         """Refuse a recipe that needs itself, to start from or as a teacher."""

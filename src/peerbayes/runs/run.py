@@ -16,6 +16,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from pydantic import Field, model_validator
@@ -42,6 +43,9 @@ from peerbayes.training.reporters import waiting
 NAMED = 5  # runs that a sentence lists
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
+# Data that were given from Python, by run folder, for as long as somebody holds them.
+_given_data: WeakValueDictionary[Path, Dataset] = WeakValueDictionary()
+
 
 def peer_called(name: str) -> str:
     """Return what a run remembers a peer by."""
@@ -61,6 +65,13 @@ class _Inputs(Strict):
     padding: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 
 
+class _Given(Table):
+    """What is remembered of data that were given from Python."""
+
+    description: str
+    digest: str
+
+
 class _About(Table):
     """What is looked for in run.json; hardware, versions and seconds come from finished runs alone."""
 
@@ -69,6 +80,7 @@ class _About(Table):
     finished: bool = False
     inputs: _Inputs | None = None
     class_names: list[str] | None = None
+    data: _Given | None = None
     margin: float = 1.0
     hardware: str = ""
     versions: dict[str, str] = {}
@@ -134,6 +146,7 @@ class Run(Mapping[str, Posterior]):
             kind = type(given).__name__
             raise InputError(f"networks is of type {kind}, expected networks by peer: {{'{next(iter(self))}': ...}}")
         self._networks = networks_by_peer
+        self._data = _given_data.get(self.folder.resolve())  # held, so that others of this folder have it
         self._loaded: dict[str, Posterior] = {}
 
     @property
@@ -174,9 +187,25 @@ class Run(Mapping[str, Posterior]):
 
     def data(self, root: str | Path | None = None) -> Dataset:
         """Load the data that the run has learnt; refuse what has other inputs or classes now."""
-        loaded = load_data(self.recipe, root, self.vocabulary)
+        loaded = self.given_data() or load_data(self.recipe, root, self.vocabulary)
         self.refuse_strange(loaded)
         return loaded
+
+    def given_data(self) -> Dataset | None:
+        """Return the data that were given from Python, which whoever trained in this process has; None for others."""
+        said = self.about.get("data")
+        if said is None:
+            return None
+        if self._data is None or self._data.digest() != said["digest"]:
+            raise InputError(f"{self.folder}: was trained on data given from Python ({said['description']}): give them "
+                             "again, as data=... in Python")  # fmt: skip
+        return self._data
+
+    def refuse_other_data(self, loaded: Dataset) -> None:
+        """Refuse data that are not those which were given from Python when the run began."""
+        said = self.about.get("data")
+        if said is not None and said["digest"] != loaded.digest():
+            raise InputError(f"{self.folder}: was trained on other data ({said['description']}) than {loaded.name}")
 
     def refuse_strange(self, loaded: Dataset, who: str = "", sizes: bool = True) -> None:
         """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt.
@@ -425,6 +454,14 @@ def _judged(record: Mapping[str, Any]) -> str:
         figures = [f"{100 * peer['accuracy']:.2f} %", f"{peer['nll']:.3f}", f"{peer['ece']:.3f}"]
         rows.append([peer.get("name", "ensemble"), *figures])
     return html_table(rows, 1)
+
+
+def remember(folder: Path, data: Dataset) -> dict[str, Any]:
+    """Remember data that a run learns, and return what run.json says of data that came from Python."""
+    if data.origin is not None:
+        return {}
+    _given_data[folder.resolve()] = data
+    return {"data": {"description": data.description, "digest": data.digest()}}
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from peerbayes.runs.calibration import fit_temperatures, keep_temperature
 from peerbayes.runs.execution import How
 from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
 from peerbayes.runs.plan import Job
-from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, stamp, write_text
+from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
 from peerbayes.training.learner import Learner
 from peerbayes.training.packing import run_together
 from peerbayes.training.reporters import Reporter
@@ -80,6 +80,7 @@ class Session:
             for complaint in complaints:
                 self.reporter.warn(f"{complaint}; going on from the checkpoint before it")
             before.refuse_strange(loaded)
+            before.refuse_other_data(loaded)
             self._compare_origins(before.origins)
             self.learner.restore(tensors, about)
             so_far = before.about.get("precision", self.precision)
@@ -137,6 +138,7 @@ class Session:
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
                 **_described(self.loaded),
+                **remember(self.folder, self.loaded),
                 **environment(self.device),
                 "engine": self.learner.engine.name,
                 "precision": self.precision,
@@ -154,6 +156,8 @@ class Session:
             write_text(self.folder / "recipe.toml", job.recipe.to_toml())
             self.log.keep_until(step)
             self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
+            for note in self.loaded.notes:
+                self.reporter.headline(note)
             yield
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import of_term
 from peerbayes.engine.step_parts import figure_names, place_peer, term_value
 from peerbayes.engine.teachers import run_plain
-from peerbayes.errors import InputError, OptionError, reason, within
+from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, within
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import find_layer
@@ -36,6 +37,7 @@ class Probe:
 
     def __init__(self, cohort: Cohort, data: Dataset) -> None:
         self.cohort, self.data = cohort, data
+        self._told: set[str] = set()  # peers whose outputs have been spoken of
         self.images, self.labels = data.train.batch(torch.arange(min(4, len(data.train))), cohort.device)
         augment(self.images, cohort.recipe.data.augment, Address())  # texts can't be
 
@@ -167,5 +169,20 @@ class Probe:
                 f"{who} returns shape {tuple(logits.shape)}{when}, expected {(count, self.data.classes)}: "
                 f"{self.data.name} has {self.data.classes} classes"
             )
+        self._warn_of_probabilities(peer, logits.detach().double())
         if training and not logits.requires_grad:
             raise InputError(f"{who} returns logits without a gradient, so nothing could be learnt; is it detached?")
+
+    def _warn_of_probabilities(self, peer: str, logits: Tensor) -> None:
+        """Tell once of a network that ends in a softmax, whose outputs sum to one, or in a log-softmax."""
+        if peer in self._told:
+            return
+        ones = torch.ones(len(logits), dtype=logits.dtype, device=logits.device)
+        if bool((logits >= 0).all()) and torch.allclose(logits.sum(1), ones, atol=1e-4):
+            what = "probabilities, as of a softmax, and the loss takes another one of them: return logits instead"
+        elif torch.allclose(logits.exp().sum(1), ones, atol=1e-4):
+            what = "log-probabilities, as of a log-softmax: they are as good as logits, and the layer can be left out"
+        else:
+            return
+        self._told.add(peer)
+        warnings.warn(f"the network of peer '{peer}' returns {what}", PeerbayesWarning, stacklevel=2)

@@ -2,9 +2,12 @@
 
 CSV without a header: a class number from 1 in the first column, then the text, whose columns are joined by a blank (AG
 News, Yahoo! Answers, Yelp). With a header: the class in a column ``label``, ``category``, ``class``, ``class index`` or
-``intent``, the text in ``text``, or in all other columns. A ``classes.txt`` beside the files names the classes, one a
-line. JSON: an object with lists ``train`` (or one ``train...`` alone, such as a subset's ``train10k``), ``test`` and
-``val`` or ``validation`` of ``[text, label]`` or ``{"text": ..., "label": ...}``, and perhaps ``classes``.
+``intent``, say, the text in ``text``, or in all other columns but one that numbers the rows. A ``classes.txt`` beside
+the files names the classes, one a line. JSON: an object with lists ``train`` (or one ``train...`` alone, such as a
+subset's ``train10k``), ``test`` and ``val`` or ``validation`` of ``[text, label]`` or
+``{"text": ..., "label": ...}``, and perhaps ``classes``.
+
+A table whose rows name image files, with or without a header, holds those images.
 
 Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
 """
@@ -20,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peerbayes.data.datasets.sources import find, source
+from peerbayes.data.datasets.folders import SPLIT_NAMES, natural_size
+from peerbayes.data.datasets.sources import Source, find, source
 from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
+from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError
 
 
@@ -55,6 +60,7 @@ class Corpus:
     validation: Texts | None = None
     classes: int = 0
     class_names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 # ---- classes --------------------------------------------------------------------------------------------------------
@@ -83,7 +89,8 @@ class _Classes:
         count = len(names) if names is not None else max(known) - first + 1
         absent = next((number for number in range(first, first + count) if number not in known), None)
         if names is None and absent is not None:
-            raise InputError(f"{items.path}: no text has class {absent}: number the classes without gaps, or name "
+            item = "image" if items.images else "text"
+            raise InputError(f"{items.where}: no {item} has class {absent}: number the classes without gaps, or name "
                              "them all (in classes.txt, or under 'classes')")  # fmt: skip
         return cls(count, names, by_name=False, first=first)
 
@@ -101,7 +108,7 @@ class _Classes:
         for place, label in enumerate(items.labels):
             number = places.get(str(label)) if self.by_name else _number(label)
             if number is None or not 0 <= number - self.first < self.count:
-                raise InputError(f"{items.where(place)}: expected {self._expected}, found '{label}'")
+                raise InputError(f"{items.place(place)}: expected {self._expected}, found '{label}'")
             labels.append(number - self.first)
         return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
 
@@ -112,21 +119,34 @@ def _number(label: str | int) -> int | None:
     return int(label) if label.removeprefix("-").isdecimal() else None
 
 
-def _assemble(
+def assemble(
     train: Items,
     test: Items | None,
     validation: Items | None,
     names: tuple[str, ...] | None,
     first: int | None,
-) -> Corpus:
+) -> Corpus | Source:
+    """Return items with their classes numbered, as texts or as the images that they name.
+
+    Args:
+        train: by whose labels the classes are numbered.
+        test: where there is a test split.
+        validation: where there is one.
+        names: the classes in order, where they are known.
+        first: the first class number, where it is known.
+    """
     classes = _Classes.of(train, names, first)
-    return Corpus(
-        classes.texts(train),
-        None if test is None else classes.texts(test),
-        None if validation is None else classes.texts(validation),
-        classes.count,
-        classes.names,
-    )
+    learnt = classes.texts(train)
+    others = [None if items is None else classes.texts(items) for items in (test, validation)]
+    for items in (test, validation):
+        if items is not None and items.images != train.images:
+            kinds = ("images", "texts") if items.images else ("texts", "images")
+            raise InputError(f"{items.where}: holds {kinds[0]}, expected {kinds[1]} as in {train.where}")
+    if not train.images:
+        return Corpus(learnt, others[0], others[1], classes.count, classes.names)
+    size = natural_size(learnt.texts[0])
+    files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *others)]
+    return Source(files[0], files[1], files[2], classes=classes.count, class_names=classes.names)
 
 
 # ---- files and folders ----------------------------------------------------------------------------------------------
@@ -134,7 +154,7 @@ def _assemble(
 
 def read_csv(
     train: Path, test: Path | None, validation: Path | None, want_train: bool, names: tuple[str, ...] | None = None
-) -> Corpus:
+) -> Corpus | Source:
     """Read CSV files in one layout; see the module's text.
 
     Args:
@@ -145,13 +165,16 @@ def read_csv(
         names: the classes, where no ``classes.txt`` lies beside ``train``.
     """
     if not want_train:
-        return Corpus(None, Texts(csv_items(test or train, labelled=False).texts, None))
+        items = csv_items(test or train, labelled=False)
+        if items.images:
+            return Source(None, FolderSplit(items.texts, None, natural_size(items.texts[0])))
+        return Corpus(None, Texts(items.texts, None))
     listing = train.parent / "classes.txt"
     if listing.is_file():
         names = _listed(listing)
     items = csv_items(train)
     others = [None if path is None else csv_items(path) for path in (test, validation)]
-    return _assemble(items, others[0], others[1], names, 1 if items.numbered else None)
+    return assemble(items, others[0], others[1], names, 1 if items.numbered else None)
 
 
 def _listed(path: Path) -> tuple[str, ...]:
@@ -162,21 +185,24 @@ def _listed(path: Path) -> tuple[str, ...]:
 
 
 def is_corpus(path: Path) -> bool:
-    """Return whether a folder or file holds texts."""
-    return (path / "train.csv").is_file() or (path.suffix in (".csv", ".json") and path.is_file())
+    """Return whether a path is a table of texts or image paths, a JSON file, or a folder of such tables."""
+    tables = any((path / f"{name}.csv").is_file() for name in SPLIT_NAMES["train"])
+    return tables or (path.suffix in (".csv", ".json") and path.is_file())
 
 
-def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus:
-    """Read a folder with ``train.csv`` (and ``test.csv``, ``val.csv`` or ``validation.csv``), a CSV or a JSON file."""
+def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus | Source:
+    """Read a folder with ``train.csv`` (and others named as in `SPLIT_NAMES`), a CSV or a JSON file."""
     if path.suffix == ".json":
         return _read_json(path, want_train)
     if path.is_file():
         return read_csv(path, None, None, want_train, names)
     there = {place.stem: place for place in path.glob("*.csv") if place.is_file()}
-    if "train" not in there:
+    train, test, validation = (
+        there.get(_one_of(path, there, SPLIT_NAMES[part]) or "") for part in ("train", "test", "validation")
+    )
+    if train is None:
         raise InputError(f"{path / 'train.csv'}: file not found; unpack the archive again")
-    validation = there.get(_one_of(path, there, ["val", "validation"]) or "")
-    return read_csv(there["train"], there.get("test"), validation, want_train, names)
+    return read_csv(train, test, validation, want_train, names)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -207,7 +233,7 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
     train = _one_of(path, content, ["train"] if "train" in content else [k for k in content if k.startswith("train")])
     if train is None:
         raise InputError(f"{path}: expected a list 'train', found {', '.join(map(repr, content)) or 'nothing'}")
-    validation = _one_of(path, content, ["val", "validation"])
+    validation = _one_of(path, content, SPLIT_NAMES["validation"])
     test = "test" if "test" in content else None
 
     if not want_train:
@@ -217,20 +243,22 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
         raise InputError(f"{path}: expected 'classes' as a list of names")
     others = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
     items = json_items(path, train, content[train])
-    return _assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+    found = assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+    assert isinstance(found, Corpus)
+    return found
 
 
 # ---- the known sets -------------------------------------------------------------------------------------------------
 
 
 @source("agnews")
-def _agnews(root: Path, want_train: bool) -> Corpus:
+def _agnews(root: Path, want_train: bool) -> Corpus | Source:
     path = find(root, ("ag_news_csv", "agnews", "ag_news"), "ag_news_csv.tar.gz")
     return read_corpus(path, want_train, ("World", "Sports", "Business", "Sci/Tech"))
 
 
 @source("yahoo")
-def _yahoo(root: Path, want_train: bool) -> Corpus:
+def _yahoo(root: Path, want_train: bool) -> Corpus | Source:
     topics = ("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet",
               "Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships",
               "Politics & Government")  # fmt: skip
@@ -239,13 +267,13 @@ def _yahoo(root: Path, want_train: bool) -> Corpus:
 
 
 @source("yelp")
-def _yelp(root: Path, want_train: bool) -> Corpus:
+def _yelp(root: Path, want_train: bool) -> Corpus | Source:
     path = find(root, ("yelp_review_full_csv", "yelp"), "yelp_review_full_csv.tar.gz")
     return read_corpus(path, want_train, tuple(f"{stars} star{'s' if stars > 1 else ''}" for stars in range(1, 6)))
 
 
 @source("banking77")
-def _banking77(root: Path, want_train: bool) -> Corpus:
+def _banking77(root: Path, want_train: bool) -> Corpus | Source:
     path = find(root, ("banking77", "banking_data", "banking77_train.csv"), "banking_data (train.csv and test.csv)")
     if path.is_dir():
         return read_corpus(path, want_train)

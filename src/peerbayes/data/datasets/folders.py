@@ -13,6 +13,11 @@ from peerbayes.data.splits import FolderSplit, open_rgb
 from peerbayes.errors import InputError, PeerbayesWarning
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -22,6 +27,23 @@ def _folders(folder: Path) -> list[Path]:
 def has_folders(folder: Path) -> bool:
     """Return whether there are sub-folders (hidden ones do not count)."""
     return bool(_folders(folder))
+
+
+def split_folders(folder: Path) -> dict[str, Path]:
+    """Return the folders of splits by `SPLIT_NAMES`; without one that holds class folders they are classes themselves.
+
+    Unlabelled images may lie in a split beside those that hold class folders.
+    """
+    parts: dict[str, Path] = {}
+    for child in _folders(folder) if folder.is_dir() else ():
+        for part, names in SPLIT_NAMES.items():
+            if child.name.lower() in names:
+                if part in parts:
+                    raise InputError(f"{folder}: '{parts[part].name}' and '{child.name}' could both be the {part} "
+                                     "split; leave one of them")  # fmt: skip
+                parts[part] = child
+    labelled = any(has_folders(child) or (child / "val_annotations.txt").is_file() for child in parts.values())
+    return parts if labelled else {}
 
 
 def image_files(folder: Path) -> list[str]:

@@ -55,7 +55,7 @@ def image_tensor(array: Array, where: str) -> Tensor:
             raise InputError(f"{where}: float images must be finite, got NaN or infinity")
         if low < 0 or high > 1:
             raise InputError(f"{where}: float images must be in [0, 1], got values from {low:g} to {high:g} "
-                             "(divide by 255, or store uint8)")  # fmt: skip
+                             "(divide by 255, or store uint8; leave normalisation to the network)")  # fmt: skip
     if isinstance(array, np.memmap):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")

@@ -16,14 +16,12 @@ from peerbayes.data.datasets.sources import Source, Stats, Stored, find, read_fo
 from peerbayes.data.splits import ArraySplit, FolderSplit, held_out
 from peerbayes.errors import InputError
 from peerbayes.math import noise
+from peerbayes.networks.normalisation import IMAGENET_STATS
 
 CIFAR10_STATS: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
 CIFAR100_STATS: Stats = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761))
-
-
-IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @source("digits")

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.datasets import folders, formats
+from peerbayes.data.items import ItemSplit
 from peerbayes.data.splits import ArraySplit, FolderSplit
 from peerbayes.errors import InputError
 
 if TYPE_CHECKING:
     from peerbayes.data.datasets.corpora import Corpus
 
-Stored = ArraySplit | FolderSplit
+Stored = ArraySplit | FolderSplit | ItemSplit
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -35,6 +36,7 @@ class Source:
         class_names: one a class, where they are known.
         stats: published mean and deviation, or None to measure them.
         soft_labels: float32 (N, classes) of the test images, or None.
+        notes: what a person should know of how it was read, a sentence each.
     """
 
     train: Stored | None
@@ -44,6 +46,7 @@ class Source:
     class_names: tuple[str, ...] | None = None
     stats: Stats | None = None
     soft_labels: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
 
 Reader = Callable[[Path, bool], "Source | Corpus"]  # (root, whether the training split is wanted)
@@ -105,7 +108,8 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
 
     train = split("train")
     if want_train and classes is None:
-        classes = count_classes(train, f"{path}: train_labels")
+        assert train is not None
+        classes = count_classes(train.labels, f"{path}: train_labels")
     return Source(
         train, split("test"), split("validation") or split("val"), classes=classes or 0, class_names=class_names
     )
@@ -128,15 +132,14 @@ def array_split(
     return ArraySplit(found, formats.label_tensor(labels, f"{where}_labels", len(found), classes), rows)
 
 
-def count_classes(train: ArraySplit | None, where: str) -> int:
-    """Return the number of classes, each of which must have an image to train on."""
-    assert train is not None
-    assert train.labels is not None
-    present = train.labels.unique()
+def count_classes(labels: Tensor | None, where: str, items: str = "image") -> int:
+    """Return the number of classes, each of which must have an item to train on."""
+    assert labels is not None
+    present = labels.unique()
     classes = int(present[-1]) + 1
     if len(present) < classes:
         absent = int((present != torch.arange(len(present))).nonzero()[0])
-        raise InputError(f"{where} has no image of class {absent}: number the classes from 0 without gaps, or give a "
+        raise InputError(f"{where} has no {items} of class {absent}: number the classes from 0 without gaps, or give a "
                          "name to each as 'names'")  # fmt: skip
     return classes
 
@@ -145,9 +148,11 @@ def read_folder(path: Path, want_train: bool) -> Source:
     """Read ``train/<class>/``, and ``val`` and ``test`` beside it, or ``<class>/`` alone, in sorted order.
 
     The test split is ``test`` where it has class folders, else ``val``; where both have them, ``val`` is the
-    validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``.
+    validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``. Splits may have any of the
+    names in `SPLIT_NAMES`.
     """
-    train, val, test = (path / part if (path / part).is_dir() else None for part in ("train", "val", "test"))
+    parts = folders.split_folders(path)
+    train, val, test = (parts.get(part) for part in ("train", "validation", "test"))
     tiny = val is not None and (val / "val_annotations.txt").is_file()
     if val is not None and test is not None and (tiny or not folders.has_folders(test)):
         test = None  # published without labels
@@ -162,10 +167,12 @@ def read_folder(path: Path, want_train: bool) -> Source:
     split = folders.read_classes(train, classes)
     read = folders.read_annotated if tiny else folders.read_classes
     others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    told = f"{path}: no test split: the {len(others[0]):,} images of '{val.name}' are it" if val and not test else ""
     return Source(
         split,
         others[0] if others else None,
         others[1] if len(others) > 1 else None,
         classes=len(classes),
         class_names=classes,
+        notes=(told,) if told else (),
     )

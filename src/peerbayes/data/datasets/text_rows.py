@@ -1,16 +1,23 @@
-"""Rows of text files: labels and texts as they stand there, and where."""
+"""Rows of tables and text files: labels, and texts or paths of images, as they stand there, and where."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from peerbayes.data.datasets.folders import EXTENSIONS
 from peerbayes.errors import InputError
 
-LABELS = ("label", "category", "class", "class index", "intent")
+LABELS = ("label", "category", "class", "class index", "labels", "class name", "target", "sentiment", "intent")
+_NUMBERING = ("", "index", "idx", "id", "unnamed: 0")  # columns that number the rows
+_LOOKED_AT = 100  # rows by which a column is one of paths, or is not
+
+Row = tuple[int, list[str]]
 
 
 def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -46,37 +53,68 @@ def refuse_encoding(path: Path) -> NoReturn:
 @dataclass(frozen=True)
 class _Columns:
     label: int | None
-    texts: tuple[int, ...]
+    inputs: tuple[int, ...]
     width: int
-    numbered: bool  # without a header: class numbers from 1
+    numbered: bool = False  # without a header: class numbers come first
+    headed: bool = True
 
     @classmethod
-    def of(cls, path: Path, row: Sequence[str], labelled: bool) -> _Columns:
-        """Return what the first row says; unless texts have to be ``labelled``, a column ``text`` will do."""
+    def of(cls, where: str, row: Sequence[str], labelled: bool, base: Path) -> _Columns:
+        """Return what the first row says; unless inputs have to be ``labelled``, a column of them will do."""
         if row[0].strip().isdecimal():
             if len(row) < 2:
-                raise InputError(f"{path}, row 1: expected a class number and a text, found one column")
-            return cls(0, tuple(range(1, len(row))), len(row), numbered=True)
-        header = [name.strip().lower() for name in row]
+                raise InputError(f"{where}, row 1: expected a class number and a text, found one column")
+            return cls(0, tuple(range(1, len(row))), len(row), numbered=True, headed=False)
+        paths = [place for place, cell in enumerate(row) if image_path(cell, base)]
+        if len(paths) == 1 and len(row) == 1 + labelled:  # no header is the path of an image
+            return cls(1 - paths[0] if labelled else None, (paths[0],), len(row), headed=False)
+        header = [name.strip().lower().replace("_", " ") for name in row]
         label = next((header.index(name) for name in LABELS if name in header), None)
         if label is None and (labelled or "text" not in header):
-            raise InputError(f"{path}, row 1: expected a class number, or a header with a column "
+            raise InputError(f"{where}, row 1: expected a class number, or a header with a column "
                              f"{', '.join(map(repr, LABELS[:-1]))} or {LABELS[-1]!r}; "
                              f"found {', '.join(map(repr, row))[:120]}")  # fmt: skip
-        others = [place for place in range(len(header)) if place != label]
-        texts = [header.index("text")] if "text" in header else others
-        if not texts:
-            raise InputError(f"{path}, row 1: expected a column 'text' beside {row[0]!r}")
-        return cls(label, tuple(texts), len(row), numbered=False)
+        others = [place for place, name in enumerate(header) if place != label and name not in _NUMBERING]
+        if not others:
+            raise InputError(f"{where}, row 1: expected a column 'text' beside {row[0]!r}, or one of image paths")
+        return cls(label, (header.index("text"),) if "text" in header else tuple(others), len(row))
+
+    def of_paths(self, rows: Sequence[Row], base: Path) -> int | None:
+        """Return the column that holds paths of images; None where the rows hold texts."""
+        for place in self.inputs:
+            cells = [row[place] for _, row in rows]
+            if cells and (any(map(os.path.isfile, (p for c in cells if (p := image_path(c, base))))) or all(
+                image_path(cell, base) for cell in cells
+            )):  # fmt: skip
+                return place
+        return None
+
+
+def image_path(cell: str, base: Path) -> str | None:
+    """Return the path that a cell of a table is, as it is or from ``base``; None where it is no image's."""
+    cell = cell.strip()
+    if not cell or len(cell) > 1000 or "\n" in cell or "\0" in cell:
+        return None
+    places = [os.path.expanduser(cell), os.path.join(base, cell)]
+    there = next((place for place in reversed(places) if os.path.isfile(place)), None)
+    return there or (places[1] if cell.lower().endswith(EXTENSIONS) and not cell.isspace() else None)
 
 
 @dataclass
 class Items:
-    """The texts of one file, or of one list in it, with their labels as they are written."""
+    """The texts of one file or table, or of one list in it, with their labels as they are written.
 
-    path: Path
+    Args:
+        where: the file or table, for messages.
+        part: which list of it, for messages.
+        numbered: labels are class numbers.
+        images: the texts are paths of images.
+    """
+
+    where: str
     part: str = ""
-    numbered: bool = False  # class numbers from 1
+    numbered: bool = False
+    images: bool = False
     rows: list[int] = field(default_factory=list)
     labels: list[str | int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -86,36 +124,64 @@ class Items:
         self.labels.append(label)
         self.texts.append(text)
 
-    def where(self, place: int) -> str:
-        return f"{self.path}, row {self.rows[place]}{self.part}"
+    def place(self, place: int) -> str:
+        return f"{self.where}, row {self.rows[place]}{self.part}"
 
 
 def csv_items(path: Path, labelled: bool = True) -> Items:
-    columns: _Columns | None = None
-    items = Items(path)
-    for number, row in csv_rows(path):
-        if columns is None:
-            columns = _Columns.of(path, row, labelled)
-            if not columns.numbered:
-                continue
-        if len(row) != columns.width:
-            raise InputError(f"{path}, row {number}: expected {columns.width} columns as in row 1, found {len(row)}")
-        text = " ".join(row[place] for place in columns.texts)
+    """Return the items of a CSV file; paths of images in it begin at its folder."""
+    return table_items(str(path), csv_rows(path), path.parent, labelled)
+
+
+def table_items(where: str, rows: Iterable[Row], base: Path, labelled: bool = True) -> Items:
+    """Return the items of a table.
+
+    Args:
+        where: the file or table, for messages.
+        rows: with their numbers; the first one may be a header.
+        base: where paths of images begin.
+        labelled: refuse a table without a column of labels.
+    """
+    rows = iter(rows)
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"{where}: expected one row a text, found none")
+    columns = _Columns.of(where, first[1], labelled, base)
+    rows = _checked(where, rows if columns.headed else itertools.chain([first], rows), columns)
+    ahead = list(itertools.islice(rows, _LOOKED_AT))
+    if not ahead:
+        raise InputError(f"{where}: expected one row a text, found none")
+    column = columns.of_paths(ahead, base)
+    items = Items(where, numbered=columns.numbered, images=column is not None)
+    for number, row in itertools.chain(ahead, rows):
         label = "" if columns.label is None else row[columns.label].strip()
+        if column is None:
+            text = " ".join(row[place] for place in columns.inputs)
+        else:
+            text = image_path(row[column], base) or ""
+            if not os.path.isfile(text):
+                raise InputError(f"{where}, row {number}: there is no image '{row[column]}', here or in {base}")
         if columns.numbered:
             text = text.replace("\\n", "\n")  # as the official files write a new line
             if not label.isdecimal():
-                raise InputError(f"{path}, row {number}: expected a class number as in row 1, found '{label}'")
+                raise InputError(f"{where}, row {number}: expected a class number as in row 1, found '{label}'")
         items.add(number, label, text)
-    if columns is None or not items.rows:
-        raise InputError(f"{path}: expected one row a text, found none")
-    return replace(items, numbered=columns.numbered)
+    return items
+
+
+def _checked(where: str, rows: Iterable[Row], columns: _Columns) -> Iterator[Row]:
+    for number, row in rows:
+        if len(row) != columns.width:
+            raise InputError(f"{where}, row {number}: expected {columns.width} columns as in row 1, found {len(row)}")
+        if columns.label is not None and not row[columns.label].strip():
+            raise InputError(f"{where}, row {number}: has no label")
+        yield number, row
 
 
 def json_items(path: Path, key: str, listed: Any) -> Items:
     if not isinstance(listed, list) or not listed:
         raise InputError(f"{path}: expected '{key}' as a list of texts with labels")
-    items = Items(path, f" of '{key}'")
+    items = Items(str(path), f" of '{key}'")
     for number, entry in enumerate(listed, start=1):
         pair = (entry.get("text"), entry.get("label")) if isinstance(entry, dict) else entry
         where = f"{path}, row {number}{items.part}"
