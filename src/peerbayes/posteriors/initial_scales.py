@@ -70,7 +70,8 @@ def _relative(layout: Layout, mean: Tensor) -> dict[str, float]:
 
     That is 1 / √fan-in, and of a bias the root mean square of its module's weights.
     """
-    tensors = layout.views(mean.detach())
+    values = torch.zeros(layout.size) if mean.is_meta else mean.detach()  # a network without values has no sizes
+    tensors = layout.views(values)
     squares = torch.stack([tensor.double().square().mean() for tensor in tensors.values()]).sqrt().tolist()
     sizes = dict(zip(tensors, squares, strict=True))
     usual = {name: 1 / math.sqrt(math.prod(shape[1:])) for name, shape in layout.shapes.items()}
