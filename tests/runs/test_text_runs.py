@@ -16,6 +16,7 @@ from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports.records import evaluate
 from peerbayes.runs.run import Run
 
+pytestmark = pytest.mark.filterwarnings("ignore:FastText. .* trainable weights are Bayesian")
 WORDS = {
     1: "goal match team player coach score win league cup season",
     2: "stock market bank price trade profit share fund rate bond",
