@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.networks.checkpoint import fitted, read_checkpoint, under_names
-from peerbayes.networks.registry import Inputs, Normalized, timm_network
+from peerbayes.networks.registry import Inputs, Normalized, build, timm_network
 
 
 def starting_point(
-    name: str, inputs: Inputs, path: Path, network: nn.Module, new_head: bool | None = None
+    name: str, inputs: Inputs, path: Path, network: nn.Module | None = None, new_head: bool | None = None
 ) -> nn.Module | Path | dict[str, Tensor]:
     """Return what a posterior over ``network``, called ``name``, starts from, given a file of weights.
 
@@ -49,6 +49,7 @@ def starting_point(
     given = read_checkpoint(path)
     if given is None:
         return path
+    network = build(name, inputs) if network is None else network
     if not name.startswith("timm/") or any(tensor.endswith("normalize.mean") for tensor in given):
         return fitted(given, network, path, bool(new_head))
     import timm
