@@ -9,6 +9,7 @@ from PIL import Image
 
 import peerbayes as pb
 from commands import QUIET, called, change, refused, save_npz
+from learners import Recorder
 from peerbayes import networks
 from peerbayes.data import from_arrays
 from peerbayes.errors import InputError
@@ -50,7 +51,7 @@ def test_peers_have_the_settings_that_were_measured():
         0.1,
     )
     assert (stage.terms["mutual"]["alpha"], stage.terms["mutual"]["temperature"]) == (0.5, 1.0)
-    assert recipe.data.validation == 0.1
+    assert recipe.data.validation == "auto"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_network_and_data_are_all_that_fit_needs(tmp_path, monkeypatch):
     ), validation=12)  # fmt: skip
     net = networks.build("mlp", networks.Inputs(3, data.shape, data.mean, data.std))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    run = pb.fit(net, data=data, overrides=["stages.0.epochs=1", "stages.0.warmup=0.0"], device="cpu")
+    run = pb.fit(net, data=data, overrides=["stages.0.epochs=1"], reporter=Recorder(), device="cpu")
     assert run.folder.name == "peers-seed0"
     assert [posterior.kind for posterior in run.values()] == ["mean_field"] * 2
     assert not torch.equal(run["first"].mean, run["second"].mean)

@@ -16,6 +16,7 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
+from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
@@ -72,7 +73,7 @@ class Adoption:
     def __init__(
         self,
         network: Network,
-        data: str | Path | Dataset,
+        data: Any,
         folder: Path,
         *,
         name: str | None = None,
@@ -81,6 +82,7 @@ class Adoption:
         extra_epochs: bool = False,
         widths: Sequence[float] = WIDTHS,
         new_head: bool = False,
+        normalize: Choice = "auto",
         seed: int = 0,
         overrides: str | Sequence[str] = (),
         root: str | Path | None = None,
@@ -93,12 +95,11 @@ class Adoption:
         if not widths or min(widths) <= 0 or len(set(widths)) < len(widths):
             raise InputError(f"widths are {', '.join(map(str, widths))}: expected different numbers above 0")
         self.folder, self.seed, self.widths, self.with_peers = folder, seed, tuple(widths), bool(peers)
-        self.extra, self.new_head = extra_epochs, new_head
+        self.extra, self.new_head, self.normalize = extra_epochs, new_head, normalize
         self.module = network if isinstance(network, nn.Module) else None
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
-        set_data(table, data)
-        given = data if isinstance(data, Dataset) else None
+        given = set_data(table, data, root)
         self._table = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}")).model_dump(exclude_none=True)
         self.data: Dataset = given or load_data(self._recipe({}), root)
         if self.data.validation is None:
@@ -115,7 +116,7 @@ class Adoption:
         """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
         posterior = changes.pop("posterior")
         named = {"network": self._network, "posterior": posterior}
-        given: dict[str, Any] = {"data": self._given}
+        given: dict[str, Any] = {"data": self._given, "normalize": self.normalize}
         if self.module is not None:
             given["networks"] = dict.fromkeys(peers, self.module)
             given["starts"] = dict.fromkeys(peers, self.plain) if start is not None else {}
@@ -191,7 +192,7 @@ def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
 def adopt(
     network: Network,
     *,
-    data: str | Path | Dataset,
+    data: Any,
     run: str | Path | None = None,
     name: str | None = None,
     peers: int = 0,
@@ -199,6 +200,7 @@ def adopt(
     extra_epochs: bool = False,
     widths: Sequence[float] = WIDTHS,
     new_head: bool = False,
+    normalize: Choice = "auto",
     corrupted: str | Path | None = MIXED,
     seed: int = 0,
     overrides: str | Sequence[str] = (),
@@ -223,6 +225,7 @@ def adopt(
         extra_epochs: train the network itself as many more epochs, too, for a fair comparison.
         widths: of scales, as ``gain`` of `MeanField`.
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
+        normalize: how a module expects its images, see `peerbayes.networks.normalised`.
         corrupted: what else to judge images on, see `peerbayes.evaluate`; None for nothing.
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
@@ -234,7 +237,7 @@ def adopt(
     folder = Path(run) if run is not None else default_adopted(network)
     adoption = Adoption(
         network, data, folder, name=name, peers=peers, epochs=epochs, extra_epochs=extra_epochs, widths=widths,
-        new_head=new_head, seed=seed, overrides=overrides, root=how.get("root"),
+        new_head=new_head, normalize=normalize, seed=seed, overrides=overrides, root=how.get("root"),
     )  # fmt: skip
     options = How(**how)
     device = options.place()
