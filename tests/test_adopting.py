@@ -24,7 +24,7 @@ FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.dra
 def place(tmp_path_factory):
     """A multilayer perceptron of digits, its weights as people save them."""
     folder = tmp_path_factory.mktemp("adopt")
-    data = load("digits", validation=0.1)
+    data = load("digits", validation="auto")
     torch.manual_seed(0)
     net = networks.build("mlp", network_inputs(data))
     images, labels = data.train.batch(torch.arange(len(data.train)), torch.device("cpu"))
