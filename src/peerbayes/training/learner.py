@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -374,7 +375,8 @@ class Learner:
             own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             posterior.load_state(own, f"checkpoint, peer '{name}'")
         try:
-            self.position = TypeAdapter(Position).validate_python(about["position"], strict=True)
+            # As JSON: strictly, a dict of Python is no dataclass.
+            self.position = TypeAdapter(Position).validate_json(json.dumps(about["position"]), strict=True)
         except (KeyError, ValidationError) as error:
             raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
         if not self._reaches(self.position):
