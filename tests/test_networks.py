@@ -590,15 +590,19 @@ def test_files_that_are_not_for_this_network(vit_file, tmp_path):
         starting_point("timm/test_vit", inputs, tmp_path / "shape.safetensors")
 
 
-def test_other_files_are_left_to_the_posterior(vit_file, tmp_path):
+def test_files_of_ones_own_are_left_to_the_posterior_and_others_told(vit_file, tmp_path):
     path, _ = vit_file
     inputs = Inputs(7, (3, 64, 64), (0.3,) * 3, (0.1,) * 3)
     own, broken = tmp_path / "own.safetensors", tmp_path / "broken.safetensors"
     MeanField(build("timm/test_vit", inputs)).save(own)
     broken.write_bytes(b"none")
-    for name, file in (("timm/test_vit", own), ("timm/test_vit", broken), ("resnet8", path), ("timm/none", path)):
-        assert starting_point(name, inputs, file) == file
-    assert starting_point("timm/test_vit", inputs, tmp_path / "absent.safetensors").name == "absent.safetensors"
+    assert starting_point("timm/test_vit", inputs, own) == own
+    with pytest.raises(InputError, match=r"broken\.safetensors: not a readable safetensors file"):
+        starting_point("timm/test_vit", inputs, broken)
+    with pytest.raises(InputError, match=r"absent\.safetensors: no such file"):
+        starting_point("timm/test_vit", inputs, tmp_path / "absent.safetensors")
+    with pytest.raises(InputError, match=f"{path.name}: .*'"):
+        starting_point("resnet8", inputs, path)
 
 
 def test_without_timm_the_door_says_what_to_install(monkeypatch):

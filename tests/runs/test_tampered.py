@@ -167,5 +167,5 @@ def test_a_vocabulary_that_no_texts_have_made_is_one_sentence(tmp_path, change):
     content = json.loads((tmp_path / "vocabulary.json").read_text()) | change
     del content["digest"]
     (tmp_path / "vocabulary.json").write_text(json.dumps({"digest": _digest(content), **content}))
-    with pytest.raises(InputError, match="no vocabulary of this version"):
+    with pytest.raises(InputError, match="not a vocabulary of this version"):
         Vocabulary.load(tmp_path / "vocabulary.json")

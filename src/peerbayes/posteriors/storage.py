@@ -96,12 +96,19 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], f
 
 
 def describe(path: Path, **changes: Any) -> None:
-    """Change entries of the description of a file that `write` wrote, atomically; None takes one away."""
+    """Change entries of the description of a file that `write` wrote, atomically.
+
+    Args:
+        path: the file.
+        changes: entries and their values; None takes one away.
+    """
     tensors, metadata = _read_any(path)
-    about = _check_about(path, tensors, metadata, metadata.get("digest")) | changes
+    about = _check_about(path, tensors, metadata, metadata.get("digest"))
+    about = {key: value for key, value in about.items() if key not in changes}
+    about |= {key: value for key, value in changes.items() if value is not None}
     ordered = {name: tensors[name] for name in bytes_of(path)[1]}
     first = int(metadata["first"].split()[0]) if "first" in metadata else None
-    write(path, ordered, {key: value for key, value in about.items() if value is not None}, first)
+    write(path, ordered, about, first)
 
 
 def _laid_out(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def judge_corrupted(
     loaded: Dataset,
     source: str,
     bins: int,
-    temperatures: Mapping[str | None, float | None],
+    temperatures: Mapping[str | None, float | None] = MappingProxyType({}),
 ) -> dict[str | None, Record]:
     """Return accuracy, NLL and ECE on corrupted test images, by peer; those of all peers as one under None.
 
