@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
     from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.laplace import Laplace
+    from peerbayes.posteriors.mc_dropout import MCDropout
     from peerbayes.posteriors.mean_field import MeanField
     from peerbayes.posteriors.point import Point
     from peerbayes.posteriors.rank_one import RankOne
+    from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
     from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
@@ -52,6 +55,8 @@ _HOMES = {
     "Address": "math.noise",
     "ConsoleReporter": "training.reporters",
     "InputError": "errors",
+    "Laplace": "posteriors.laplace",
+    "MCDropout": "posteriors.mc_dropout",
     "MeanField": "posteriors.mean_field",
     "PeerbayesWarning": "errors",
     "Point": "posteriors.point",
@@ -63,6 +68,7 @@ _HOMES = {
     "Run": "runs.run",
     "Shared": "codebook.shared",
     "Step": "terms.step",
+    "Swag": "posteriors.swag",
     "Weights": "posteriors.base",
     "adopt": "adopting",
     "calibrate": "api.calibrating",
@@ -96,6 +102,8 @@ __all__ = [
     "Adopted",
     "ConsoleReporter",
     "InputError",
+    "Laplace",
+    "MCDropout",
     "MeanField",
     "PeerbayesWarning",
     "Point",
@@ -107,6 +115,7 @@ __all__ = [
     "Run",
     "Shared",
     "Step",
+    "Swag",
     "Weights",
     "adopt",
     "calibrate",

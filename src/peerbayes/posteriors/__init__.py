@@ -4,19 +4,25 @@ from typing import Any
 
 from peerbayes.lazy import lazy
 from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.laplace import Laplace
+from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
+from peerbayes.posteriors.swag import Swag
 
 __all__ = [
+    "Laplace",
+    "MCDropout",
     "MeanField",
     "Point",
     "Posterior",
     "Predicate",
     "Provenance",
     "RankOne",
+    "Swag",
     "Weights",
     "conv_and_linear",
 ]

@@ -33,14 +33,14 @@ from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
+    from peerbayes.data.splits import Split
     from peerbayes.inference.prediction import Prediction
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 Reduction = Literal["sum", "layer_mean"]
+KINDS = ("point", "mean_field", "rank_one", "swag", "laplace", "mc_dropout")
 # where the kinds of posteriors are that are imported when they are first asked for
-_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in ("point", "mean_field", "rank_one")} | {
-    "shared": "peerbayes.codebook.shared"
-}
+_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS} | {"shared": "peerbayes.codebook.shared"}
 
 
 class Weights(dict[str, Tensor]):
@@ -190,6 +190,11 @@ class Posterior(nn.Module):
         return self.rhos
 
     @property
+    def gaussians(self) -> dict[str, str]:
+        """Names of independent Gaussian means, and of the ρ of each: those that natural gradients move together."""
+        return {}
+
+    @property
     def decayed(self) -> set[str]:
         """Names of the parameters that weight decay pulls to 0; it leaves alone what is not named, and all `scales`.
 
@@ -245,6 +250,14 @@ class Posterior(nn.Module):
             gradient: a running mean of a parameter's gradient by its name, None where there is none.
         """
         return {}
+
+    def conclude(self, split: Split, augment: Sequence[str]) -> None:
+        """Do what is due when training has ended, in place: what has to see the training inputs once more.
+
+        Args:
+            split: the training inputs.
+            augment: names of the augmentations that it has learnt with.
+        """
 
     def counts(self) -> dict[str, int]:
         """Return how many weights are stored in which way, for records; nothing where each has its own numbers."""

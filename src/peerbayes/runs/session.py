@@ -166,6 +166,7 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
+            posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
             posterior.provenance = Provenance(depth=self.generation, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.temperature = 1.0  # that of what it was before is no other's
