@@ -241,6 +241,44 @@ def early_stopping() -> Figure:
     return drawn
 
 
+@figure
+def yardsticks() -> Figure:
+    """Draw SGD at a constant rate on a quadratic with SWAG's Gaussian, and how IVON finds the scale of another."""
+    noise = np.random.default_rng(4)
+    drawn, (plane, scales) = panels(2)
+    hessian = np.array([[1.0, 0.6], [0.6, 0.6]])
+    w, path = np.array([2.2, 1.5]), []
+    for _ in range(400):
+        w = w - 0.05 * (hessian @ w + 1.5 * noise.standard_normal(2))
+        path.append(w)
+    kept = np.array(path)[-200::10]  # the ends of 20 epochs of ten steps
+    off = kept - kept.mean(0)
+    covariance = 0.5 * np.diag((off**2).mean(0)) + off.T @ off / (2 * (len(kept) - 1))
+    values, vectors = np.linalg.eigh(covariance)
+    angle = math.degrees(math.atan2(vectors[1, 1], vectors[0, 1]))
+    for times in (1, 2):
+        width, height = 2 * times * np.sqrt(values[1]), 2 * times * np.sqrt(values[0])
+        plane.add_patch(Ellipse(tuple(kept.mean(0)), width, height, angle=angle, fill=False, color=RED))
+    plane.plot(*np.array(path).T, color=GREY, linewidth=0.6, alpha=0.6)
+    plane.plot(*kept.T, ".", color=BLUE)
+    plane.set(title="SWAG", xlabel="$w_1$", ylabel="$w_2$")
+    curvature, ess, decay, rate = 1.0, 100.0, 0.1, 0.01
+    exact = 1 / math.sqrt(ess * (curvature + decay))
+    for first, colour in ((0.3, BLUE), (0.04, GREEN)):
+        h, m, sigma = 1 / (ess * first**2) - decay, 1.0, []
+        for _ in range(1200):
+            sigma.append(1 / math.sqrt(ess * (h + decay)))
+            eps = noise.standard_normal()
+            gradient = curvature * (m + sigma[-1] * eps)
+            found = gradient * eps / sigma[-1]
+            h += 0.5 * (rate * (h - found)) ** 2 / (h + decay) - rate * (h - found)
+            m -= 0.05 * (gradient + decay * m) / (h + decay)
+        scales.plot(sigma, color=colour)
+    scales.axhline(exact, color=RED, linestyle="--")
+    scales.set(title="IVON", xlabel="step", ylabel="σ", yscale="log")
+    return drawn
+
+
 def main() -> None:
     """Draw all figures."""
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,8 @@ def test_every_table_is_of_recipes_that_are_there(script, tmp_path, monkeypatch)
             assert load_recipe(f"recipes/{name}.toml") == load_recipe(base, sets)
         for words in table.files.values():
             named = [word for word in words[1:] if "/" in word and not word.startswith("runs/")]
-            trained |= set(script.runs(named))
+            seeds = words[words.index("--seeds") + 1] if "--seeds" in words else "0"
+            trained |= set(script.runs(named, seeds))
             assert all(load_recipe(name).title for name in named)
     sources = {"distillation-cifar10-wrn28x1-de4", "pipeline-cifar10-resnet20-peers"}
     looked_at = {word for table in script.TABLES.values() for words in table.files.values() for word in words}
