@@ -36,8 +36,8 @@ def read(paths: Sequence[Path]) -> list[Record]:
         found = json.loads(path.read_text())
         for record in found if isinstance(found, list) else [found]:
             before = joined.setdefault((record["recipe"], record["seed"]), record)
-            for form, _ in FORMS.items():
-                for one, other in zip(FORMS[form][1](before), FORMS[form][1](record), strict=True):
+            for _, parts in FORMS.values():
+                for one, other in zip(parts(before), parts(record), strict=True):
                     if "out_of_distribution" in other:
                         one["out_of_distribution"] = one.get("out_of_distribution", {}) | other["out_of_distribution"]
     return list(joined.values())
@@ -97,9 +97,8 @@ def table(records: Sequence[Record]) -> str:
     """Return the table as Markdown."""
     methods = list(dict.fromkeys(record["recipe"] for record in records))
     by_recipe = {name: [record for record in records if record["recipe"] == name] for name in methods}
-    others = list(
-        dict.fromkeys(o for record in records for one in record["peers"] for o in one.get("out_of_distribution", ()))
-    )
+    every = [one for record in records for _, parts in FORMS.values() for one in parts(record)]
+    others = list(dict.fromkeys(other for one in every for other in one.get("out_of_distribution", ())))
     percent: dict[str, Callable[[Record], float | None]] = {
         f"kept by BALD {KEPT}": kept("disagreement"),
         f"kept by entropy {KEPT}": kept("entropy"),

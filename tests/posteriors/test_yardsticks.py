@@ -407,3 +407,79 @@ def test_laplace_starts_from_a_trained_run_without_training(tmp_path):
     assert torch.equal(run[name].mean, plain[name].mean)
     assert run[name].stochastic
     assert (run[name].precision > 0).item()
+
+
+def test_from_python_a_recipe_without_stages_makes_it_of_a_network(tmp_path):
+    network, *_ = trained()
+    laplace = Laplace(network, name="net")
+    run = fit({"net": laplace}, data=made(), recipe="from-checkpoint", run=tmp_path / "run", overrides="stages=[]")
+    assert run["net"].stochastic
+    assert torch.equal(run["net"].mean, Laplace(network).mean)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler warns while it is imported
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_runs_end_as_eager_ones_do(kind, precision, tmp_path):
+    found = {}
+    for engine in ("eager", "captured"):
+        posterior = KINDS[kind](small(dropout=1e-6 if kind == "mc_dropout" else 0.0), name="net").to("cuda")
+        run = fit(
+            {"net": posterior},
+            data=made(),
+            recipe="plain",
+            run=tmp_path / engine,
+            overrides=SHORT,
+            engine=engine,
+            precision=precision,
+        )
+        assert run.about["engine"] == engine
+        assert run["net"].stochastic
+        found[engine] = run["net"]
+    loose = {"atol": 0.05, "rtol": 0.1} if precision == "bfloat16" else {"atol": 1e-4, "rtol": 1e-3}
+    for part in ("mean", "rest"):
+        torch.testing.assert_close(getattr(found["captured"], part), getattr(found["eager"], part), **loose)
+    if precision == "float32":
+        torch.testing.assert_close(found["captured"].std, found["eager"].std, atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_on_a_gpu_are_those_of_the_cpu(kind):
+    posterior, images = ready(kind), split(700, seed=4).batch(torch.arange(700), torch.device("cpu"))[0]
+    expected = posterior.predict(images, 8)
+    on_gpu = copy.deepcopy(posterior).to("cuda")
+    for precision, atol in (("float32", 1e-4), ("auto", 1e-2)):
+        for part in (slice(0, 700), slice(0, 5)):  # one draw after another, and all at once
+            found = on_gpu.predict(images[part], 8, precision=precision).probabilities.cpu()
+            torch.testing.assert_close(found, expected.probabilities[part], atol=atol, rtol=0)
+    fresh = KINDS[kind](small(), seed=3, name="a").to("cuda").eval()
+    if kind == "swag":
+        random_walk_on(fresh)
+    fresh.conclude(split(), [])
+    torch.testing.assert_close(fresh.std.cpu(), posterior.std, atol=1e-4, rtol=1e-3)
+
+
+def random_walk_on(swag):
+    """Walk as `random_walk` does, on another device."""
+    walked = Swag(small(), rank=4)
+    steps = random_walk(walked, 6)
+    for row in steps.to(swag.device):
+        mean, rest = row.split([swag.layout.size, swag.rest_layout.size])
+        swag.mean.data.copy_(mean)
+        swag.rest.data.copy_(rest)
+        swag.end_epoch({}, lambda _name: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_teach_a_captured_student(kind, tmp_path):
+    teacher = ready(kind).to("cuda")
+    student = distill([teacher], into=small(0.0), data=made(), run=tmp_path / "one", overrides=["stages.0.epochs=2"])
+    assert Run(tmp_path / "one", {"student": small(0.0)}).about["engine"] == "captured"
+    assert all(parameter.isfinite().all() for parameter in student.parameters())

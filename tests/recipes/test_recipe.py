@@ -41,7 +41,7 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
     table = tomllib.loads(recipe.to_toml())
     assert set(table) | {"teachers"} == set(Recipe.model_fields)  # TOML has no word for "none"
     keys = {"name", "lr", "momentum", "nesterov", "weight_decay", "clip"}
-    assert all(s["optimizer"].keys() - {"scale_lr", "scale_space", "beta2"} == keys for s in table["stages"])
+    assert all(s["optimizer"].keys() - {"scale_lr", "scale_space", "ess", "beta2"} == keys for s in table["stages"])
     assert all("weight" in options for stage in table["stages"] for options in stage["terms"].values())
     known = {*networks.names(), *(["teachers"] if "teachers" in table else [])}
     assert all(peer["network"].startswith("timm/") or peer["network"] in known for peer in table["peers"])
