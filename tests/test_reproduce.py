@@ -46,7 +46,8 @@ def test_files_of_data_that_are_not_at_hand_are_left_out(script, tmp_path, monke
 def one_record(method, seed, nll, peers=1, **more):
     kept = {"disagreement": {"retention": {"0.8": 0.9}}, "entropy": {"retention": {"0.8": 0.75}}}
     figures = {"accuracy": 0.5, "nll": nll, "ece": 0.1, "cnll": nll - 0.5, "cece": 0.05, "selective": kept}
-    record = {"recipe": f"yardsticks/made-{method}", "seed": seed, "peers": [{"name": "a", "disagreement": 0.0} | figures]}
+    peer = {"name": "a", "disagreement": 0.0} | figures
+    record = {"recipe": f"yardsticks/made-{method}", "seed": seed, "peers": [peer]}
     if peers > 1:
         record["peers"] = [{"name": "a", "disagreement": 0.2} | figures | {"nll": nll + off} for off in (-0.1, 0.1)]
         record["ensemble"] = figures | {"nll": nll - 0.25} | more
