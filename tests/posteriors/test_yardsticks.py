@@ -392,21 +392,31 @@ def test_a_recipe_names_it_and_a_resumed_run_is_the_same(kind, tmp_path):
     assert evaluate(whole, draws=5)["peers"] == evaluate(cut, draws=5)["peers"]
 
 
-def test_laplace_starts_from_a_trained_run_without_training(tmp_path):
-    overrides = ["peers.0.network=mlp", "stages.0.epochs=2", "stages.0.warmup=0"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_what_it_started_from_as_a_point_does(kind):
+    source = Point(trained()[0])
+    assert KINDS[kind](small(), start_from=source).provenance == Point(small(), start_from=source).provenance
+
+
+@pytest.mark.parametrize("kind", ["laplace", "mc_dropout"])
+def test_it_starts_from_a_trained_run_without_training(kind, tmp_path):
+    overrides = ["peers.0.network=mlp_dropout", "stages.0.epochs=2", "stages.0.warmup=0"]
     plain = train("plain", tmp_path / "plain", overrides=overrides)
     name = next(iter(plain))
     there = [
         f"peers.0.start_from='{tmp_path}/plain'",
-        "peers.0.posterior={ kind = 'laplace' }",
-        "peers.0.network=mlp",
+        f"peers.0.posterior={{ kind = '{kind}' }}",
+        "peers.0.network=mlp_dropout",
         "stages=[]",
         "evaluation.draws=20",
     ]
-    run = train("plain", tmp_path / "laplace", overrides=there)
-    assert torch.equal(run[name].mean, plain[name].mean)
+    run = train("plain", tmp_path / "later", overrides=there)
+    made, expected = (one[name].materialise().state_dict() for one in (run, plain))
+    assert all(torch.equal(made[part], tensor) for part, tensor in expected.items())
     assert run[name].stochastic
-    assert (run[name].precision > 0).item()
+    assert kind != "laplace" or (run[name].precision > 0).item()
+    again = train("plain", tmp_path / "later", overrides=there, resume=True)  # which finds that it is whole
+    assert again[name].digest() == run[name].digest()
 
 
 def test_from_python_a_recipe_without_stages_makes_it_of_a_network(tmp_path):

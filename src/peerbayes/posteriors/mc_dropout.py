@@ -14,8 +14,9 @@ from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
 from peerbayes.posteriors.base import Source, Weights
 from peerbayes.posteriors.network_state import evaluating
-from peerbayes.posteriors.parameters import Predicate, conv_and_linear
+from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of
 from peerbayes.posteriors.point import Point
+from peerbayes.posteriors.provenance import Provenance
 
 CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channels
 KEY = "key"  # what a layer of dropout calls the number that its mask is made of
@@ -67,6 +68,10 @@ class MCDropout(Point):
         super().__init__(masked, bayesian=chosen, start_from=start_from, seed=seed, name=name)
         self.keys = [f"{name}.{KEY}" for name, module in self.network.named_modules() if isinstance(module, _Masked)]
         self._tried = False
+        if self.provenance.parent:  # by the weights of its source, which has no keys
+            tensors = self.layout.views(self.mean) | self.rest_layout.views(self.rest) | self.network.state_dict()
+            parent = digest_of({name: tensor for name, tensor in tensors.items() if name not in self.keys})
+            self.provenance = Provenance(parent, self.provenance.depth)
 
     def _adopt(
         self, source: Mapping[str, Tensor], origin: str, chosen: dict[str, Tensor], others: dict[str, Tensor]
