@@ -75,10 +75,17 @@ def auroc(other: str) -> Callable[[Record], float | None]:
 
 
 def cell(found: Values, percent: bool = False) -> str:
-    """Return mean ± standard error as text."""
+    """Return mean ± standard error as text, of shares in percent."""
     if not found:
         return ""
-    return summarise(number * (100 if percent else 1) for number in found.values()).describe()
+    summary, decimals = summarise(number * (100 if percent else 1) for number in found.values()), 2 if percent else 3
+    numbers = [summary.mean] + ([] if summary.standard_error is None else [summary.standard_error])
+    return " ± ".join(_number(number, decimals) for number in numbers)
+
+
+def _number(value: float, decimals: int) -> str:
+    text = f"{abs(value):.{decimals}f}"
+    return ("−" if value < 0 else "") + (text[1:] if text.startswith("0.") else text)
 
 
 def difference(found: Values, against: Values) -> str:
@@ -86,10 +93,10 @@ def difference(found: Values, against: Values) -> str:
     if not found.keys() & against.keys() or found == against:
         return ""
     pair = paired_difference(found, against)
-    said = f"{pair.difference:+.3f}".replace("-", "−").replace("0.", ".")
+    said = ("" if pair.difference < 0 else "+") + _number(pair.difference, 3)
     if pair.standard_error is None:
         return said
-    said += f" ± {pair.standard_error:.3f}".replace(" 0.", " .")
+    said += f" ± {_number(pair.standard_error, 3)}"
     return said if pair.distinguishable else f"{said}, not distinguishable"
 
 
@@ -99,14 +106,16 @@ def table(records: Sequence[Record]) -> str:
     by_recipe = {name: [record for record in records if record["recipe"] == name] for name in methods}
     every = [one for record in records for _, parts in FORMS.values() for one in parts(record)]
     others = list(dict.fromkeys(other for one in every for other in one.get("out_of_distribution", ())))
-    percent: dict[str, Callable[[Record], float | None]] = {
-        f"kept by BALD {KEPT}": kept("disagreement"),
-        f"kept by entropy {KEPT}": kept("entropy"),
-        **{f"AUROC {other}": auroc(other) for other in others},
+    # Figures, and whether they are shown in percent.
+    more_figures: dict[str, tuple[Callable[[Record], float | None], bool]] = {
+        f"kept by BALD {KEPT}": (kept("disagreement"), True),
+        f"kept by entropy {KEPT}": (kept("entropy"), True),
+        **{f"AUROC {other}": (auroc(other), False) for other in others},
     }
-    headings = ["", "ACC", "NLL", "ECE", *percent, f"NLL − {AGAINST}"]
+    headings = ["", "ACC", "NLL", "ECE", *more_figures, f"NLL − {AGAINST}"]
+    # By network, form and figure: what another network has is no yardstick.
     base = {
-        (form, key): values(own, form, lambda one, key=key: one.get(key))  # type: ignore[misc]
+        (own[0]["network"], form, key): values(own, form, lambda one, key=key: one.get(key))  # type: ignore[misc]
         for name, own in by_recipe.items()
         if name.endswith(f"-{AGAINST}")
         for form in FORMS
@@ -124,9 +133,9 @@ def table(records: Sequence[Record]) -> str:
                     continue
                 title = name.rpartition("/")[2] + (f", {words}" if pairs else "") + more
                 cells = [cell(figures[0], True), cell(figures[1]), cell(figures[2])]
-                cells += ["" if more else cell(values(own, form, ask), True) for ask in percent.values()]
+                cells += ["" if more else cell(values(own, form, ask), part) for ask, part in more_figures.values()]
                 # A single network is compared with a peer, an ensemble with the ensemble.
-                rows.append([title, *cells, difference(figures[1], base.get((form, nll), {}))])
+                rows.append([title, *cells, difference(figures[1], base.get((own[0]["network"], form, nll), {}))])
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

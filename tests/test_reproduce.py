@@ -47,7 +47,7 @@ def one_record(method, seed, nll, peers=1, **more):
     kept = {"disagreement": {"retention": {"0.8": 0.9}}, "entropy": {"retention": {"0.8": 0.75}}}
     figures = {"accuracy": 0.5, "nll": nll, "ece": 0.1, "cnll": nll - 0.5, "cece": 0.05, "selective": kept}
     peer = {"name": "a", "disagreement": 0.0} | figures
-    record = {"recipe": f"yardsticks/made-{method}", "seed": seed, "peers": [peer]}
+    record = {"recipe": f"yardsticks/made-{method}", "network": "n", "seed": seed, "peers": [peer]}
     if peers > 1:
         record["peers"] = [{"name": "a", "disagreement": 0.2} | figures | {"nll": nll + off} for off in (-0.1, 0.1)]
         record["ensemble"] = figures | {"nll": nll - 0.25} | more
@@ -77,11 +77,14 @@ def test_what_the_default_is_worth_is_a_table_of_paired_differences(script, tmp_
         "NLL − default",
     ]
     plain, tempered = rows["made-plain"], rows["made-plain, temperature"]
-    assert (plain[1], plain[3], plain[4], plain[5]) == ("1.25 ± .14", "", "75 ± 0", "")
-    assert tempered[1] == ".75 ± .14"
+    assert (plain[1], plain[3], plain[4], plain[5]) == ("1.250 ± .144", "", "75.00 ± .00", "")
+    assert tempered[1] == ".750 ± .144"
     assert plain[6].startswith("−1.000 ± .000")  # of peers, whose mean is 2 and more
     ensemble = rows["made-default, both as one"]
-    assert (ensemble[1], ensemble[3], ensemble[5], ensemble[6]) == ("2.00 ± .14", "90 ± 0", "88 ± 0", "")
+    assert (ensemble[1], ensemble[3], ensemble[5], ensemble[6]) == ("2.000 ± .144", "90.00 ± .00", ".875 ± .000", "")
+    (tmp_path / "d.json").write_text(json.dumps([one[0] | {"recipe": "yardsticks/made-other", "network": "another"}]))
+    drawn.main([str(tmp_path / "a.json"), str(tmp_path / "d.json")])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("|  |")  # of another network: nothing to compare with
     noisy = [one_record("swag", seed, 2.25 + off) for seed, off in enumerate((-0.5, 0.1, 0.7))]
     (tmp_path / "c.json").write_text(json.dumps(noisy))
     drawn.main([str(tmp_path / "a.json"), str(tmp_path / "c.json")])
