@@ -160,11 +160,11 @@ def uniform(address: Address, count: int, device: torch.device | str | None = No
     return ((bits(address, count, device, first) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
-def uniform_from(begin: Tensor, count: int) -> Tensor:
-    """Return ``count`` float32 numbers, uniform on (0, 1), made of int64 ``begin`` (1,), also within `torch.vmap`."""
-    index = torch.arange(count, dtype=torch.int64, device=begin.device)
-    found = _mix((index + begin * _INVERSE) * GAMMA)
-    return (((found >> 41) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
+def uniform_from(number: Tensor, count: int) -> Tensor:
+    """Return ``count`` float32 numbers, uniform on (0, 1), made of int64 ``number`` (1,), also within `torch.vmap`."""
+    index = torch.arange(count, dtype=torch.int64, device=number.device)
+    stride = _mix(number * GAMMA + MULTIPLY_1) | 1
+    return (((_mix(index * stride + number) >> 41) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
 
 
 def normal(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
