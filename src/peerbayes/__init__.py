@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peerbayes.api.fitting import fit, train
     from peerbayes.codebook.shared import Shared
     from peerbayes.errors import InputError, PeerbayesWarning
+    from peerbayes.exporting.export import Exported, export
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
@@ -51,6 +52,7 @@ _HOMES = {
     "Adopted": "adopting",
     "Address": "math.noise",
     "ConsoleReporter": "training.reporters",
+    "Exported": "exporting.export",
     "InputError": "errors",
     "MeanField": "posteriors.mean_field",
     "PeerbayesWarning": "errors",
@@ -69,6 +71,7 @@ _HOMES = {
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
+    "export": "exporting.export",
     "fit": "api.fitting",
     "load": "runs.run",
     "load_recipe": "recipes.recipe",
@@ -95,6 +98,7 @@ __all__ = [
     "Address",
     "Adopted",
     "ConsoleReporter",
+    "Exported",
     "InputError",
     "MeanField",
     "PeerbayesWarning",
@@ -115,6 +119,7 @@ __all__ = [
     "data",
     "distill",
     "evaluate",
+    "export",
     "fit",
     "inference",
     "load",

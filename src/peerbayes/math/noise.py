@@ -79,7 +79,17 @@ def start(address: Address, device: torch.device | str | None = None) -> Tensor:
         number = address.number.to(device=device, dtype=torch.int64).reshape(1)
     else:
         number = torch.full((1,), address.number, dtype=torch.int64, device=device)
-    return _mix(number * GAMMA + address.key)
+    return start_at(address.key, number)
+
+
+def start_at(key: int | Tensor, number: Tensor) -> Tensor:
+    """Return what `start` does, of the key of an address and its number, int64 (1,)."""
+    return _mix(number * GAMMA + key)
+
+
+def forked(key: int, fork: Tensor) -> Tensor:
+    """Return the key, int64 (1,), of noise apart from that of ``key`` for every ``fork`` but 0, whose noise it is."""
+    return _mix(fork.reshape(1) * GAMMA) + key
 
 
 def bits(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:

@@ -36,11 +36,13 @@ from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.runs.hub import fetched, is_hub_name
 from peerbayes.schema import Strict, Table
 from peerbayes.showing import Page, html_facts, html_table
 from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
+WEIGHTS = "model.safetensors"  # of the only peer of an export
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
 # Data that were given from Python, by run folder, for as long as somebody holds them.
@@ -257,7 +259,8 @@ class Run(Mapping[str, Posterior]):
 
     def weights_file(self, peer: str) -> Path:
         """Where a trained peer lies."""
-        return self.folder / f"weights-{peer}.safetensors"
+        path, exported = self.folder / f"weights-{peer}.safetensors", self.folder / WEIGHTS
+        return exported if len(self) == 1 and exported.is_file() and not path.exists() else path
 
     def account(self, peer: str) -> Account | None:
         """Return how a peer's codebook was made; None where it was not made here."""
@@ -496,6 +499,8 @@ def runs_below(folder: Path) -> list[Path]:
 
 def _why(folder: Path) -> str:
     """Return why a folder is no run's, as the end of a sentence; runs in it are named."""
+    if (folder / WEIGHTS).is_file():
+        return f": was exported from a posterior without a run; peerbayes.Posterior.load('{folder / WEIGHTS}', network)"
     below = [str(run) for run in runs_below(folder)]
     if not below:
         return " (it has no recipe.toml)"
@@ -508,14 +513,25 @@ def _by_number(name: str) -> list[str | float]:
     return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
-def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None, *, trust: bool = False) -> Run:
-    """Open a run.
+def load(
+    folder: str | Path,
+    networks: Mapping[str, nn.Module] | None = None,
+    *,
+    trust: bool = False,
+    revision: str | None = None,
+) -> Run:
+    """Open a run, or what `peerbayes.export` made of one.
 
     Args:
-        folder: the run folder.
+        folder: the run folder, or the name of a repository of the Hugging Face hub, ``owner/name``, which is fetched.
         networks: by peer; needed where they did not come from a recipe.
         trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
+        revision: of the repository: a branch, tag or commit.
     """
+    if is_hub_name(folder) and not Path(folder).exists():
+        folder = fetched(str(folder), revision)
+    elif revision is not None:
+        raise InputError(f"revision is '{revision}', but {folder} is no name of a repository, such as owner/name")
     return Run(folder, networks, trust=trust)
 
 
