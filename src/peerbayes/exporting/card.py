@@ -10,13 +10,14 @@ from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import summarise
-from peerbayes.recipes.recipe import without_folders
+from peerbayes.recipes.recipe import changes_of, without_folders
 from peerbayes.reports.record import Record
 from peerbayes.reports.tables import CALIBRATED, ENSEMBLE, FIGURES, rows
 from peerbayes.runs.run import Run, read_json, runs_below
 
 RECORD = "evaluation.json"
-METRICS = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "ece": "Expected calibration error"}
+METRICS = {"accuracy": ("accuracy", "Accuracy"), "nll": ("cnll", "Negative log-likelihood"),
+           "ece": ("cece", "Expected calibration error")}  # fmt: skip
 SHOWN = 20  # classes that are named
 _ENCODE = {
     "words": r'''
@@ -129,10 +130,12 @@ def _front_matter(about: Mapping[str, Any], records: Sequence[Record]) -> str:
     tags = ["peerbayes", "bayesian", "uncertainty", *(["onnx"] if about["to"] == "onnx" else [])]
     entries: dict[str, Any] = {"library_name": "peerbayes", "pipeline_tag": about["task"], "tags": tags}
     judged = [_judged(record, about) for record in records]
-    if judged and all(key in one for key in METRICS for one in judged):
+    after = about["temperature"] != 1  # which the program's probabilities are at
+    keys = {key: calibrated if after else key for key, (calibrated, _) in METRICS.items()}
+    if judged and all(key in one for key in keys.values() for one in judged):
         metrics = [
-            {"type": key, "name": title, "value": round(summarise(one[key] for one in judged).mean, 5)}
-            for key, title in METRICS.items()
+            {"type": key, "name": METRICS[key][1], "value": round(summarise(one[taken] for one in judged).mean, 5)}
+            for key, taken in keys.items()
         ]
         data = records[0]["dataset"]
         result = {
@@ -287,7 +290,8 @@ def _training(run: Run) -> str:
         "augmentation": ", ".join(data.augment) or "none",
         "batch size": data.batch_size,
         "recipe": f"{recipe.name or recipe.title} (settings {run.recipe.digest})",
-        "reproduces": recipe.reproduces,
+        "changed": ", ".join(changes_of(recipe)),
+        "reproduces": "" if changes_of(recipe) else recipe.reproduces,
         "epochs": recipe.epochs,
         "terms": ", ".join(terms),
         "seed": run.seed,

@@ -68,19 +68,35 @@ def expected_of(posterior: Posterior, inputs: Tensor, flats: Iterator[Tensor], t
 
 
 def noise_of(posterior: Posterior, draws: int) -> Tensor:
-    """Return the noise of the first draws of a posterior, (draws, noise_size)."""
+    """Return the noise of the first draws of a posterior, (draws, noise_size).
+
+    Args:
+        posterior: whose draws they are.
+        draws: how many.
+    """
     address = Address(posterior.seed, posterior.name, "draw")
     return torch.stack([normal(address.at(number), posterior.noise_size) for number in range(draws)])
 
 
 def forked_noise(posterior: Posterior, seed: int, draws: int) -> Tensor:
-    """Return the noise that an exported file makes of a seed, (draws, noise_size); of seed 0 that of `noise_of`."""
+    """Return the noise that an exported file makes of a seed, (draws, noise_size); of seed 0 that of `noise_of`.
+
+    Args:
+        posterior: whose draws they are.
+        seed: the file's input.
+        draws: how many.
+    """
     key = forked(Address(posterior.seed, posterior.name, "draw").key, torch.tensor(seed))
     return torch.stack([normal_from(start_at(key, torch.tensor([n])), posterior.noise_size) for n in range(draws)])
 
 
 def error_of(found: Sequence[Tensor], wanted: Prediction) -> float:
-    """Return the largest difference of outputs from a prediction; infinity where one is not a number."""
+    """Return the largest difference of outputs from a prediction; infinity where one is not a number.
+
+    Args:
+        found: probabilities, entropy and disagreement.
+        wanted: what they should be.
+    """
     pairs = zip(found, (wanted.probabilities, wanted.entropy, wanted.disagreement), strict=True)
     errors = [float((one - other).abs().max()) if one.shape == other.shape else torch.inf for one, other in pairs]
     return max(torch.inf if error != error else error for error in errors)

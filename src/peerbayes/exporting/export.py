@@ -43,6 +43,12 @@ class Exported:
         about: what its metadata say: inputs, outputs, classes, temperature, noise, opset.
         error: largest difference of its outputs from peerbayes's own predictions, as it was checked.
         bytes: of the program.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from peerbayes import Exported
+        >>> Exported(Path("mine"), Path("mine/model.onnx"), {"temperature": 1.2}, error=3e-7, bytes=1000)
+        Exported(folder=PosixPath('mine'), file=PosixPath('mine/model.onnx'), error=3e-07, bytes=1000)
     """
 
     folder: Path
@@ -97,6 +103,14 @@ def export(
         opset: version of ONNX's operators.
         shape: of one input, (channels, height, width) or (length,), where the posterior does not know it.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
+
+    Example:
+        >>> import tempfile, torch, peerbayes as pb
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = pb.export(pb.Point(network), to="hub", out=f"{folder}/mine", shape=(1, 2, 2))
+        ...     sorted(path.name for path in done.folder.iterdir())
+        ['README.md', 'config.json', 'model.safetensors']
     """  # fmt: skip
     if to not in get_args(To):
         raise InputError(f"there is no format '{to}'{nearest(str(to), get_args(To))}")

@@ -42,6 +42,9 @@ def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
         with _quiet(), torch.enable_grad():  # where gradients are off, posteriors write into buffers
             found = torch.export.export(program.eval(), tuple(example.values()), dynamic_shapes=shapes)
     except Exception as error:  # a network may do anything
+        if type(error).__name__ == "UncapturedHigherOrderOpError":
+            raise InputError(f"the network can't be run in a loop over draws: {_said(error)}; noise 'none' exports its "
+                             "mean weights") from error  # fmt: skip
         raise InputError(
             f"the network can't be traced by torch.export for batches of any size: {_said(error)}"
         ) from error
@@ -124,7 +127,12 @@ def metadata(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def run_onnx(path: Path, feeds: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the outputs of an ONNX file for inputs by name."""
+    """Return the outputs of an ONNX file, run by ONNX Runtime.
+
+    Args:
+        path: the file.
+        feeds: inputs by name.
+    """
     _, _, runtime = needed()
     options = runtime.SessionOptions()
     options.log_severity_level = 3
@@ -136,7 +144,12 @@ def run_onnx(path: Path, feeds: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def run_torch(path: Path, feeds: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the outputs of a file of `torch.export` for inputs in order."""
+    """Return the outputs of a file of `torch.export`.
+
+    Args:
+        path: the file.
+        feeds: inputs by name, in order.
+    """
     with _quiet(), torch.no_grad():
         return list(torch.export.load(path).module()(*feeds.values()))
 
@@ -188,11 +201,12 @@ def _name_axes(graph: Any) -> None:
                 axis.dim_param = names.get(axis.dim_param, axis.dim_param)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Return why an exporter gave up, in a line: the innermost cause."""
-    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+    while error.__cause__ is not None:
         error = error.__cause__
-    return reason(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines[1:] and lines[0].endswith(":") else reason(error)
 
 
 @contextlib.contextmanager
