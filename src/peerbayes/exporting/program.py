@@ -58,7 +58,13 @@ class Drawn(nn.Module):
         self.extra: tuple[str, ...] = ()
 
     def average(self, inputs: Tensor, count: Tensor, flat_of: Any) -> tuple[Tensor, Tensor]:
-        """Return log p̄ (B, C) and (1/S) Σ_s H[p_s] (B,), where ``flat_of`` makes draw s of its number, int64 (1,)."""
+        """Return log p̄ (B, C) and (1/S) Σ_s H[p_s] (B,).
+
+        Args:
+            inputs: (B, ...).
+            count: S, a scalar.
+            flat_of: makes the weights (size,) of a draw of its number, int64 (1,).
+        """
         batch = inputs.shape[0]
         total = torch.full((batch, self.classes), -torch.inf)
         begin = (torch.zeros((), dtype=torch.int64), total, torch.zeros(batch))
