@@ -291,3 +291,21 @@ def test_normal_numbers_do_not_depend_on_the_pieces_they_are_made_in(count, monk
         again[first:last] = one
         again[half + first : half + last] = other[: count + 1 - half - first]
     assert torch.equal(again[:count], whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000, 300_001])
+def test_noise_of_programs_is_that_of_draws(count):
+    begin = start(HERE)
+    assert torch.equal(noise.normal_whole(begin, count), normal_from(begin, count))
+
+
+def test_a_fork_is_other_noise_and_fork_0_is_the_address():
+    number = torch.tensor([123])
+    for fork in (0, 1, -1, 1 << 62):
+        key = noise.forked(HERE.key, torch.tensor(fork))
+        begin = noise.start_at(key, number)
+        assert torch.equal(begin, start(HERE)) == (fork == 0)
+    others = torch.stack(
+        [normal_from(noise.start_at(noise.forked(HERE.key, torch.tensor(f)), number), COUNT) for f in range(4)]
+    )
+    assert (torch.corrcoef(others) - torch.eye(4)).abs().max() < 5 / COUNT**0.5

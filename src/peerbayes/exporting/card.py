@@ -202,13 +202,14 @@ def _use(about: Mapping[str, Any], run: Run | None) -> str:
 
 
 def _draws(about: Mapping[str, Any]) -> str:
-    passes = f"{about['passes']} pass{'es' * (about['passes'] != 1)}"
+    passes, many = f"{about['passes']} pass{'es' * (about['passes'] != 1)}", len(about["peers"]) > 1
     return {
         "seed": f"It makes its draws itself: `draws` says how many of each peer ({max(about['draws'].values())} as "
         "evaluated), and every `seed` gives others; seed 0 gives those that peerbayes predicts with.",
         "input": "Draws are made of the input `noise`: standard normal numbers, a row a draw.",
         "baked": f"It holds its draws: a prediction is {passes} of the network, always the same ones.",
-        "none": f"A prediction is {passes} of the network, so that draws do not disagree.",
+        "none": f"A prediction is {passes}: nothing is drawn"
+        + (", the disagreement is that of peers." if many else ", so the disagreement is 0."),
     }[about["noise"]]
 
 

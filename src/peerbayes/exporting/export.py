@@ -212,8 +212,8 @@ def _options(known: _Source, noise: Noise | None, draws: int | None, codebook: C
         draws = DRAWS if known.run is None else known.run.recipe.evaluation.draws
     counts = {}
     for name, posterior in known.posteriors.items():
-        one = posterior.members if posterior.members > 1 and not posterior.noise_size else draws
-        counts[name] = min(one, draws) if posterior.stochastic and noise != "none" else 1
+        most = draws if posterior.noise_size else min(draws, posterior.members)  # of which more say nothing new
+        counts[name] = most if posterior.stochastic and noise != "none" else 1
     return _Options(noise, counts, codebook or ("plain" if noise == "baked" else "lookup"))
 
 
@@ -313,7 +313,7 @@ def _wanted(known: _Source, options: _Options, batch: int) -> list[tuple[dict[st
     inputs, counts = checking.inputs_like(known.shape, known.tokens, batch), options.draws
     first = next(iter(known.posteriors.values()))
     if options.noise == "seed":
-        few = {name: min(count, checking.CHECKED) for name, count in counts.items()}
+        few = {name: checking.CHECKED if posterior.stochastic else 1 for name, posterior in known.posteriors.items()}
         cases = [({"seed": torch.tensor(0)}, checking.expected(known.posteriors, inputs, few, known.temperature))]
         if len(known.posteriors) == 1:
             noise = checking.forked_noise(first, 1, checking.CHECKED)

@@ -17,7 +17,7 @@ from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.exporting.lookup import PackedRows
 from peerbayes.inference.prediction import entropy_of, mean_of
-from peerbayes.math.noise import Address, forked, normal_from, start_at
+from peerbayes.math.noise import Address, forked, normal_whole, start_at
 from peerbayes.posteriors.base import Posterior
 
 Noise = Literal["seed", "input", "baked", "none"]
@@ -102,7 +102,7 @@ class Seeded(Drawn):
         key, given = forked(self.key, seed), _given(self.rows)
 
         def flat_of(number: Tensor) -> Tensor:
-            return self.posterior.place(normal_from(start_at(key, number), self.posterior.noise_size), **given)[0]
+            return self.posterior.place(normal_whole(start_at(key, number), self.posterior.noise_size), **given)[0]
 
         return self.average(inputs, draws.clamp_min(1), flat_of)
 

@@ -129,6 +129,14 @@ def normal_from(begin: Tensor, count: int) -> Tensor:
     return result[:count]
 
 
+def normal_whole(begin: Tensor, count: int) -> Tensor:
+    """Return what `normal_from` does, without writing into parts of tensors: for exported programs, which copy then."""
+    z = _bits_from(begin, (count + 1) // 2)
+    radius = ((z >> 32) & 0xFFFFFFFF).float().add(0.5).mul(2.0**-32).log().mul(-2).sqrt()
+    angle = (z & 0xFFFFFFFF).float() * TURN
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+
+
 def normal_pieces(begin: Tensor, count: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Yield what `normal_from` returns in `pieces`, never all of it at once: first, last, and numbers twice.
 
