@@ -223,6 +223,24 @@ def test_a_program_that_differs_is_refused_and_not_there(tmp_path, monkeypatch, 
         assert list(tmp_path.iterdir()) == []
 
 
+class Viewing(nn.Module):
+    """A network that takes what a convolution returns to lie channel by channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.linear = nn.Conv2d(2, 4, 3), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.linear(self.layer(x).view(len(x), 16))
+
+
+def test_a_network_that_calls_view(tmp_path):
+    torch.manual_seed(0)
+    posterior = pb.MeanField(Viewing(), width=0.3).eval()
+    done = pb.export(posterior, noise="baked", draws=2, out=tmp_path / "made", shape=SHAPE)
+    assert differs(ran(done.file, IMAGES), posterior.predict(IMAGES, 2)) < 2e-6
+
+
 class Recurrent(nn.Module):
     """A network whose layer keeps its weights in a list of its own."""
 
@@ -266,6 +284,7 @@ def test_networks_that_cannot_be_traced_are_refused(tmp_path):
         ({"opset": 17}, "opset is 17, expected 18 to"),
         ({"opset": 9999}, "opset is 9999, expected 18 to"),
         ({"shape": None}, "does not know the shape"),
+        ({"shape": (2, 4)}, "expected .channels, height, width. of an image"),
         ({"out": None}, "`out` is required"),
     ],
 )

@@ -152,6 +152,8 @@ def _known(source: Any, shape: tuple[int, ...] | None, trust: bool) -> _Source:
     if run is not None:
         for name, posterior in copies.items():
             posterior.seed, posterior.name = run.seed, name
+    if shape is not None and not (len(shape) in (1, 3) and all(type(side) is int and side > 0 for side in shape)):
+        raise InputError(f"shape is {shape!r}, expected (channels, height, width) of an image or (length,) of a text")
     first, learnt = next(iter(copies.values())), next(iter(copies.values())).input_shape
     if learnt is None and shape is None:
         raise InputError(f"posterior '{first.name}' does not know the shape of an input: pass shape=(3, 32, 32), say")
@@ -208,8 +210,9 @@ def _options(known: _Source, noise: Noise | None, draws: int | None, codebook: C
         raise InputError(
             "codebook is 'lookup', but baked draws are plain weights: take noise 'seed', or codebook 'plain'"
         )
-    if draws is None:
-        draws = DRAWS if known.run is None else known.run.recipe.evaluation.draws
+    if draws is None:  # those that promises are of, where there are any
+        evaluated = DRAWS if known.run is None else known.run.recipe.evaluation.draws
+        draws = (known.certificate or {}).get("draws") or evaluated
     counts = {}
     for name, posterior in known.posteriors.items():
         most = draws if posterior.noise_size else min(draws, posterior.members)  # of which more say nothing new
