@@ -113,18 +113,33 @@ def test_what_is_blocked_is_blocked(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ['{ tokens = "words", ngrams = 3, length = 9, buckets = 40 }', '{ tokens = "characters", length = 30 }'],
+    [
+        '{ tokens = "words", ngrams = 3, length = 9, buckets = 40 }',
+        '{ tokens = "characters", length = 30 }',
+        '{ tokens = "pieces", length = 7, tokenizer = "FILE" }',
+    ],
 )
 def test_texts_become_tokens_as_in_training_without_peerbayes(tmp_path, text):
     with open(tmp_path / "texts.csv", "w", newline="") as file:
         words = ("a goal, for the TEAM!", "the Ünïcode bank; market: up")
         csv.writer(file).writerows([[1 + n % 2, f"{words[n % 2]} {n}"] for n in range(40)])
+    if "FILE" in text:
+        tokenizers = pytest.importorskip("tokenizers")
+        pieces = {
+            piece: number
+            for number, piece in enumerate(["the", "[PAD]", "[UNK]", "a", "for", "up", "go", "##al", "mark", "##et"])
+        }
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "pieces.json"))
+        text = text.replace("FILE", str(tmp_path / "pieces.json"))
     (tmp_path / "texts.toml").write_text(TEXTS.replace("DATA", str(tmp_path / "texts.csv")).replace("TEXT", text))
     called("train", tmp_path / "texts.toml", "--run", tmp_path / "run", *QUIET)
     called("export", tmp_path / "run", "--out", tmp_path / "made")
     texts = ["", "A team's goal - for the bank", "unknown wörds " * 9, "market"]
     code = code_of(tmp_path / "made").replace('["a text", "another one"]', repr(texts))
     saved = "\nnp.savez('out.npz', tokens=feeds['tokens'], probabilities=probabilities)"
+    (tmp_path / "pieces.json").unlink(missing_ok=True)
     without(("torch", "peerbayes"), code + saved, tmp_path / "made")
     found, run = np.load(tmp_path / "made" / "out.npz"), pb.load(tmp_path / "made")
     assert np.array_equal(found["tokens"], run.vocabulary.encode(texts).numpy())
