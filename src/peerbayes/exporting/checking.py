@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.inference.prediction import Prediction, entropy_of, mean_of
-from peerbayes.math.noise import Address, forked, integers, normal, normal_from, start_at, uniform
+from peerbayes.math.noise import Address, integers, keys_of, normal, normal_from, start_at, uniform
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.network_state import evaluating
 
@@ -86,8 +86,10 @@ def forked_noise(posterior: Posterior, seed: int, draws: int) -> Tensor:
         seed: the file's input.
         draws: how many.
     """
-    key = forked(Address(posterior.seed, posterior.name, "draw").key, torch.tensor(seed))
-    return torch.stack([normal_from(start_at(key, torch.tensor([n])), posterior.noise_size) for n in range(draws)])
+    keys, fork = keys_of(Address(posterior.seed, posterior.name, "draw")), torch.tensor(seed)
+    return torch.stack(
+        [normal_from(start_at(keys, torch.tensor([n]), fork), posterior.noise_size) for n in range(draws)]
+    )
 
 
 def error_of(found: Sequence[Tensor], wanted: Prediction) -> float:

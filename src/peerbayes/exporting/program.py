@@ -17,7 +17,7 @@ from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.exporting.lookup import PackedRows
 from peerbayes.inference.prediction import entropy_of, mean_of
-from peerbayes.math.noise import Address, forked, normal_whole, start_at
+from peerbayes.math.noise import Address, keys_of, normal_whole, start_at
 from peerbayes.posteriors.base import Posterior
 
 Noise = Literal["seed", "input", "baked", "none"]
@@ -93,16 +93,18 @@ class Seeded(Drawn):
 
     def __init__(self, posterior: Posterior, classes: int) -> None:
         super().__init__(posterior, classes)
-        self.key = Address(posterior.seed, posterior.name, "draw").key
+        self.keys = keys_of(Address(posterior.seed, posterior.name, "draw"))
         self.rows = PackedRows(posterior) if isinstance(posterior, Shared) else None
         self.extra = ("seed", "draws")
 
     def forward(self, inputs: Tensor, seed: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Return log p̄ (B, C) and the draws' mean entropy (B,)."""
-        key, given = forked(self.key, seed), _given(self.rows)
+        given = _given(self.rows)
 
         def flat_of(number: Tensor) -> Tensor:
-            return self.posterior.place(normal_whole(start_at(key, number), self.posterior.noise_size), **given)[0]
+            return self.posterior.place(
+                normal_whole(start_at(self.keys, number, seed), self.posterior.noise_size), **given
+            )[0]
 
         return self.average(inputs, draws.clamp_min(1), flat_of)
 
