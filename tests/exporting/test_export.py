@@ -17,6 +17,7 @@ from peerbayes.errors import InputError
 from peerbayes.exporting import formats
 from peerbayes.exporting.checking import forked_noise, noise_of
 from peerbayes.inference.prediction import entropy_of
+from peerbayes.math.noise import Seed1
 from peerbayes.networks import Inputs, build
 from peerbayes.posteriors.network_state import evaluating
 
@@ -98,6 +99,14 @@ def test_what_it_says_of_itself(seeded):
     assert config["bytes"] == done.file.stat().st_size == done.bytes
     # The weights twice, means and scales, in float32, and a graph; no constant as long as they are.
     assert done.bytes < 2 * 4 * posterior.layout.size + 150_000
+
+
+def test_runs_of_the_first_format_of_noise_keep_their_draws(tmp_path):
+    posterior = mean_field(name="mine", seed=Seed1(3))
+    other = mean_field(name="mine", seed=3).predict(IMAGES, 3)
+    assert float((other.probabilities - posterior.predict(IMAGES, 3).probabilities).abs().max()) > 1e-3
+    done = pb.export(posterior, out=tmp_path / "made", shape=SHAPE)
+    assert differs(ran(done.file, IMAGES, 0, 3), posterior.predict(IMAGES, 3)) < 2e-6
 
 
 def test_noise_as_an_input(tmp_path):
