@@ -57,7 +57,9 @@ def export(
     ] = None,
     codebook: Annotated[
         Codebook | None,
-        typer.Option(help="Shared weights looked up (a small file) or plain.", show_default="lookup, but baked"),
+        typer.Option(
+            help="Shared weights looked up (a small file) or plain.", show_default="plain if baked, else lookup"
+        ),
     ] = None,
     opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 18,
     trust: Trust = False,
