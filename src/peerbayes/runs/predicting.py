@@ -40,19 +40,16 @@ def predict_batches(
     if draws is None:
         draws = run.recipe.evaluation.draws if certificate is None else certificate.draws
     inputs = new_inputs(run, given)
-    watcher, count = watcher_now.get(), len(inputs.split)
-    first, _ = inputs.split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
-    watcher.begin(count * len(posteriors))
-    for index in torch.arange(count).split(max(1, BATCH // first.nbytes)):
-        images, _ = inputs.split.batch(index, where)
+    watcher = watcher_now.get()
+    watcher.begin(inputs.count * len(posteriors))
+    for names, images in inputs.batches(where, BATCH):
         parts = []
         for name, posterior in posteriors.items():
-            with watched(Share(watcher, len(index))):
+            with watched(Share(watcher, len(names))):
                 parts.append(posterior.predict(images, draws, seed=run.seed, name=name, calibrated=False))
             run.refuse_nan(name, parts[-1].log_probabilities)
         together = _as_one(parts).tempered(temperature)
         together = together if certificate is None else together.promising(certificate)
-        names = inputs.names[int(index[0]) : int(index[-1]) + 1]
         yield replace(together, inputs=names, kind=inputs.kind)
 
 
