@@ -18,6 +18,7 @@ from peerbayes.math.guarantees import (
     conformal_scores,
     conformal_threshold,
     images_for_coverage,
+    risk_p_values,
     risk_sequence,
     risk_threshold,
 )
@@ -134,15 +135,15 @@ def risk_promise(choosing: Labelled, showing: Labelled, promises: Promises, name
     """
     assert promises.risk is not None
     risk, groups = promises.risk, range(len(names)) if promises.by_class else (None,)
-    delta = promises.delta / len(groups)
+    delta, times = promises.delta / len(groups), len(showing.labels) / len(choosing.labels)
     found, counts = [], []
     for number in groups:
-        sequence = risk_sequence(*_answers(choosing, number), risk)
+        sequence = risk_sequence(*_answers(choosing, number), risk, delta, times)
         confidence, correct = _answers(showing, number)
         best = risk_threshold(confidence, correct, sequence, risk, delta)
         if best is None:
             of = "" if number is None else f" predicted as class '{names[number]}'"
-            raise InputError(_no_risk(confidence, correct, sequence[:1], promises, delta, of))
+            raise InputError(_no_risk(confidence, correct, sequence, promises, delta, of))
         found.append(best)
         counts.append(len(confidence))
     thresholds, answered, errors = (list(values) for values in zip(*found, strict=True))
@@ -168,7 +169,7 @@ def _too_few(promise: str, count: int, fewest: int, of: str) -> str:
     )
 
 
-def _no_risk(confidence: Tensor, correct: Tensor, first: Tensor, promises: Promises, delta: float, of: str) -> str:
+def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Promises, delta: float, of: str) -> str:
     """Return why a risk can't be promised, and how many images would show it."""
     assert promises.risk is not None
     promise = f"risk {promises.risk:g} (delta {promises.delta:g})"
@@ -176,7 +177,10 @@ def _no_risk(confidence: Tensor, correct: Tensor, first: Tensor, promises: Promi
     assert fewest is not None
     if len(confidence) < fewest:
         return _too_few(promise, len(confidence), fewest, of)
-    (count,), (errors,) = (values.tolist() for values in answered_from(confidence, correct, first))
+    counts, wrong = answered_from(confidence, correct, sequence)
+    p = risk_p_values(wrong, counts, promises.risk)
+    closest = int(p.argmin()) if float(p.min()) > delta else 0
+    count, errors = int(counts[closest]), int(wrong[closest])
     told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:

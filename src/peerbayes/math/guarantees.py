@@ -178,28 +178,35 @@ def answered_from(confidence: Tensor, correct: Tensor, thresholds: Tensor) -> tu
     return count, wrong[count]
 
 
-def risk_sequence(confidence: Tensor, correct: Tensor, risk: float) -> Tensor:
+def risk_sequence(confidence: Tensor, correct: Tensor, risk: float, delta: float, times: float) -> Tensor:
     """Return thresholds in the order in which they are tested, from images that are not those of the test.
 
-    The first is that where these images show most clearly that at most ``risk`` of the answers are wrong; those that
-    follow answer more and more, up to all.
+    The first is the most careful one that is nearly as likely as any to pass its test; those that follow answer more
+    and more, up to all. How likely that is follows from the errors here, with a weak prior that half of ``risk`` is
+    wrong. A bad guess costs the promise, never its truth.
 
     Args:
         confidence: (n,).
         correct: (n,).
         risk: share of wrong answers, between 0 and 1.
+        delta: level of a test.
+        times: how many times as many images the test has.
 
     Example:
         >>> import torch
         >>> from peerbayes.math.guarantees import risk_sequence
-        >>> risk_sequence(torch.tensor([0.75, 0.5, 0.25]), torch.tensor([True, True, False]), risk=0.5)
-        tensor([0.5000, 0.2500, 0.0000], dtype=torch.float64)
+        >>> confidence = torch.linspace(0, 1, 101)
+        >>> sequence = risk_sequence(confidence, confidence > 0.25, risk=0.1, delta=0.1, times=3)
+        >>> float(sequence[0]) > 0.25, float(sequence[-1])
+        (True, 0.0)
     """
     thresholds = torch.cat([confidence.double().unique().flip(0), torch.zeros(1, dtype=torch.float64)])
-    count, errors = answered_from(confidence.double(), correct, thresholds)
-    p = risk_p_values(errors, count, risk)
-    first = int((p == p.min()).nonzero()[0])
-    return thresholds[first:]
+    count, errors = (found.double().numpy() for found in answered_from(confidence.double(), correct, thresholds))
+    answers = (times * count).round()
+    allowed = scipy.stats.binom.ppf(delta, answers, risk) - 1
+    shape, rate = errors + 0.5, count - errors + 1 / risk  # of a gamma law of the share of errors
+    passed = scipy.stats.nbinom.cdf(allowed, shape, rate / (rate + answers))
+    return thresholds[int((passed >= 0.9 * passed.max()).argmax()) :]
 
 
 def risk_threshold(confidence: Tensor, correct: Tensor, sequence: Tensor, risk: float, delta: float) -> Answered | None:
