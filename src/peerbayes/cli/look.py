@@ -1,4 +1,4 @@
-"""Verbs that look at recipes and at trained runs: recipes, evaluate, calibrate, predict, size and figure."""
+"""Verbs that look at recipes, runs and predictions: recipes, evaluate, judge, calibrate, predict, size and figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.showing import judge, say, show, waiting
+from peerbayes.cli.showing import judge_run, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -118,13 +118,45 @@ def evaluate(
     if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
-        records.append(judge(run, device, loaded, averaged=averaged, **how))
+        records.append(judge_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
+
+
+def judge(
+    predictions: Annotated[
+        list[Path],
+        typer.Argument(help="Files of predictions and labels, .npz or .csv; mine-seed3.npz is seed 3 of 'mine'."),
+    ],
+    logits: Annotated[bool, typer.Option("--logits", help="The numbers of CSV files are logits.")] = False,
+    bins: Annotated[int, typer.Option(min=1, help="Bins of the calibration error.")] = 15,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Also after temperature scaling on the files' validation split.")
+    ] = False,
+    retention: Annotated[
+        bool, typer.Option("--retention", help="Also the accuracy of the inputs of lowest entropy and disagreement.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The page with table and figures.")] = Path("judged.html"),
+    as_json: Json = False,
+) -> None:
+    """Judge predictions of any library as evaluate judges runs: table, paired differences, and a page.
+
+    A .npz file has probabilities, log_probabilities or logits (N, C), or (S, N, C) of S draws, and labels (N,); a .csv
+    file a column 'label' and a column of probabilities for each class. Files of one method are seeds of it.
+    """
+    from peerbayes.reports.judging import judge as judged
+    from peerbayes.reports.page import write_page
+
+    records = judged(*predictions, logits=logits, bins=bins)
+    for record in records if calibrated else ():
+        if "cnll" not in record["peers"][0]:
+            raise InputError(f"{record['folder']}: has no validation_labels, on which a temperature could be chosen")
+    write_page(out, records, "Predictions judged")
+    show(records, as_json, len(records) > 1, calibrated=calibrated, retention=retention)
 
 
 def calibrate(
