@@ -182,8 +182,8 @@ def risk_sequence(confidence: Tensor, correct: Tensor, risk: float, delta: float
     """Return thresholds in the order in which they are tested, from images that are not those of the test.
 
     The first is the most careful one that is nearly as likely as any to pass its test; those that follow answer more
-    and more, up to all. How likely that is follows from the errors here, with a weak prior that half of ``risk`` is
-    wrong. A bad guess costs the promise, never its truth.
+    and more, up to all. How likely that is follows from the errors here, and from what the confidences expect, which
+    counts as much as ``1 / risk`` images. A bad guess costs the promise, never its truth.
 
     Args:
         confidence: (n,).
@@ -201,12 +201,16 @@ def risk_sequence(confidence: Tensor, correct: Tensor, risk: float, delta: float
         (True, 0.0)
     """
     thresholds = torch.cat([confidence.double().unique().flip(0), torch.zeros(1, dtype=torch.float64)])
-    count, errors = (found.double().numpy() for found in answered_from(confidence.double(), correct, thresholds))
+    count, errors = (found.double() for found in answered_from(confidence.double(), correct, thresholds))
+    doubt = (1 - confidence.double()).sort().values.cumsum(0)
+    expected = torch.cat([torch.zeros(1, dtype=torch.float64), doubt])[count.long()] / count.clamp_min(1)
+    # A gamma law of the share of errors, and so few answers as the test's images give but once in 40 times.
+    shape, rate = errors + expected / risk + 0.2, count + 1 / risk
     answers = (times * count).round()
-    allowed = scipy.stats.binom.ppf(delta, answers, risk) - 1
-    shape, rate = errors + 0.5, count - errors + 1 / risk  # of a gamma law of the share of errors
-    passed = scipy.stats.nbinom.cdf(allowed, shape, rate / (rate + answers))
-    return thresholds[int((passed >= 0.9 * passed.max()).argmax()) :]
+    fewest = answers - 2 * (answers * (1 - count / max(1, len(confidence))) * (1 + times)).sqrt()
+    allowed = scipy.stats.binom.ppf(delta, fewest.clamp_min(0).floor().numpy(), risk) - 1
+    passed = scipy.stats.nbinom.cdf(allowed, shape.numpy(), (rate / (rate + answers)).numpy())
+    return thresholds[int((passed >= 0.99 * passed.max()).argmax()) :]
 
 
 def risk_threshold(confidence: Tensor, correct: Tensor, sequence: Tensor, risk: float, delta: float) -> Answered | None:
