@@ -143,6 +143,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     device = torch.device("cpu")
+    named = [Path(word).name if Path(word).exists() else word for word in argv]
+    words = " ".join(["python benchmarks/guarantees.py", *named])
     with tempfile.TemporaryDirectory() as folder:
         digits = train(load_recipe("mutual/digits-dnn", DIGITS), Path(folder) / "run", device=device)
         runs = [digits, *map(load, args.runs)]
@@ -164,12 +166,9 @@ def main(argv: list[str]) -> None:
             about = {"recipe": run.recipe.name, "changed": changes_of(run.recipe), "seed": run.seed}
             about |= {"images": len(labels), "classes": log_p.shape[1], "accuracy": accuracy}
             records.append(about | {"calibrate": count, "rounds": args.rounds, "promises": found})
-    named = [Path(word).name if Path(word).exists() else word for word in argv]
-    words = " ".join(["python benchmarks/guarantees.py", *named])
-    write_record(args.out, {"command": words, **environment(device), "runs": records})
-    if not all(
-        promise.get("holds") for record in records for promise in record["promises"] if promise["refused"] < args.rounds
-    ):
+            write_record(args.out, {"command": words, **environment(device), "runs": records})
+    every = [promise for record in records for promise in record["promises"]]
+    if not all(promise["holds"] for promise in every if promise["refused"] < args.rounds):
         sys.exit("a promise does not hold")
 
 
