@@ -243,7 +243,8 @@ def guarantees() -> Figure:
         right.stairs(counts, edges, color=colour, label=label, linewidth=1.2)
         right.axvline(100 * one["promised risk"], color=colour, linewidth=0.8)
     right.set(xlabel="wrong answers, %", ylabel="splits", title=f"at most {100 * risks[0]['delta']:g} % may be broken")
-    right.legend()
+    right.set_ylim(0, 1.35 * right.get_ylim()[1])
+    right.legend(loc="upper right")
     return drawn
 
 
