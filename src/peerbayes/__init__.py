@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.point import Point
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.judging import judge
     from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
@@ -73,6 +74,7 @@ _HOMES = {
     "evaluate": "reports.records",
     "export": "exporting.export",
     "fit": "api.fitting",
+    "judge": "reports.judging",
     "load": "runs.run",
     "load_recipe": "recipes.recipe",
     "network": "networks.registry",
@@ -122,6 +124,7 @@ __all__ = [
     "export",
     "fit",
     "inference",
+    "judge",
     "load",
     "load_recipe",
     "metrics",
