@@ -33,6 +33,7 @@ ROOMS = [
     "runs",
     "api",
     "reports",
+    "exporting",
     "papers",
     "studies",
     "adopting",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peerbayes.api.fitting import fit, train
     from peerbayes.codebook.shared import Shared
     from peerbayes.errors import InputError, PeerbayesWarning
+    from peerbayes.exporting.export import Exported, export
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.judging import judge
     from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
@@ -54,6 +56,7 @@ _HOMES = {
     "Adopted": "adopting",
     "Address": "math.noise",
     "ConsoleReporter": "training.reporters",
+    "Exported": "exporting.export",
     "InputError": "errors",
     "Laplace": "posteriors.laplace",
     "MCDropout": "posteriors.mc_dropout",
@@ -75,7 +78,9 @@ _HOMES = {
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
+    "export": "exporting.export",
     "fit": "api.fitting",
+    "judge": "reports.judging",
     "load": "runs.run",
     "load_recipe": "recipes.recipe",
     "network": "networks.registry",
@@ -101,6 +106,7 @@ __all__ = [
     "Address",
     "Adopted",
     "ConsoleReporter",
+    "Exported",
     "InputError",
     "Laplace",
     "MCDropout",
@@ -124,8 +130,10 @@ __all__ = [
     "data",
     "distill",
     "evaluate",
+    "export",
     "fit",
     "inference",
+    "judge",
     "load",
     "load_recipe",
     "metrics",

@@ -4,6 +4,7 @@ from typing import Any
 
 from peerbayes.lazy import lazy
 from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
 from peerbayes.posteriors.laplace import Laplace
 from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField
@@ -14,6 +15,8 @@ from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.posteriors.swag import Swag
 
 __all__ = [
+    "Certificate",
+    "CoveragePromise",
     "Laplace",
     "MCDropout",
     "MeanField",
@@ -22,6 +25,7 @@ __all__ = [
     "Predicate",
     "Provenance",
     "RankOne",
+    "RiskPromise",
     "Swag",
     "Weights",
     "conv_and_linear",
