@@ -327,7 +327,9 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
         tempered = one.clone()
         for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
             held = fold == number
-            tempered[held] = metrics.temper(one[held], metrics.fit_temperature(one[~held], labels[~held]))
+            tempered[held] = metrics.temper(
+                one[held], metrics.fit_temperature(one[~held], labels[~held], width=metrics.TEMPERATURE_WIDTH)
+            )
         for after, p in ((False, one), (True, tempered)):
             found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
     return found

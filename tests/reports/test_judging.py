@@ -179,7 +179,7 @@ def test_a_temperature_is_chosen_on_a_validation_split():
     arrays |= {"validation_logits": logits[200:], "validation_labels": truth[200:]}
     (found,) = pb.judge(arrays)
     temperature = figures(found)["temperature"]
-    assert temperature == pytest.approx(pb.metrics.fit_temperature(logits[200:], truth[200:]), rel=1e-9)
+    assert temperature == pytest.approx(pb.metrics.fit_temperature(logits[200:], truth[200:], width=0.5), rel=1e-9)
     tempered = temper(logits[:200], temperature)
     assert figures(found)["cnll"] == pytest.approx(pb.metrics.nll_from_log(tempered, truth[:200]), rel=1e-12)
     assert "temperature" not in figures(pb.judge({"logits": logits, "labels": labels})[0])

@@ -69,7 +69,7 @@ def test_thresholds_are_those_of_the_images_that_fitted_nothing(run):
     log_p, labels, fitting, showing = on_validation(run)
     assert (found.images, found.fitted) == (len(showing), len(fitting)) == (450, 150)
     assert (found.data, found.seed, found.classes) == ("digits", run.seed, 10)
-    temperature = fit_temperature(log_p[fitting], labels[fitting])
+    temperature = fit_temperature(log_p[fitting], labels[fitting], width=0.5)
     assert found.temperature == run[name].temperature == pytest.approx(temperature, rel=1e-6)
     p = temper(log_p, found.temperature)[showing].double().exp()
     scores = np.sort(1 - p.gather(1, labels[showing][:, None])[:, 0].numpy())

@@ -84,7 +84,7 @@ def recalibrated(held: Tensor, held_labels: Tensor, log_p: Tensor, labels: Tenso
         labels: (N,).
         bins: of the ECE.
     """
-    temperature = metrics.fit_temperature(held, held_labels)
+    temperature = metrics.fit_temperature(held, held_labels, width=metrics.TEMPERATURE_WIDTH)
     tempered = metrics.temper(log_p, temperature)
     return {
         "temperature": temperature,

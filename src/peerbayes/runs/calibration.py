@@ -33,9 +33,11 @@ def fit_temperatures(
         seed: with the peers' names, the address of the draws.
     """
     log_p, labels = _predicted(peers, split, draws, seed)
-    each = {name: metrics.fit_temperature(own, labels) for name, own in log_p.items()}
+    each = {name: metrics.fit_temperature(own, labels, width=metrics.TEMPERATURE_WIDTH) for name, own in log_p.items()}
     alone = next(iter(each.values()))
-    return each, alone if len(each) == 1 else metrics.fit_temperature(_as_one(log_p), labels)
+    return each, alone if len(each) == 1 else metrics.fit_temperature(
+        _as_one(log_p), labels, width=metrics.TEMPERATURE_WIDTH
+    )
 
 
 def certify(
@@ -83,7 +85,7 @@ def certificate_of(
     fitted, shown = parts(len(labels), seed)
     if not len(fitted) or not len(shown):
         raise InputError(f"{data}: has {len(labels)} validation images, too few to promise anything with")
-    temperature = metrics.fit_temperature(log_p[fitted], labels[fitted])
+    temperature = metrics.fit_temperature(log_p[fitted], labels[fitted], width=metrics.TEMPERATURE_WIDTH)
     tempered = log_p if temperature == 1 else metrics.temper(log_p, temperature)
     choosing, showing = (Labelled(tempered[part], labels[part]) for part in (fitted, shown))
     made = choosing, showing, promises, names
