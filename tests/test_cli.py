@@ -273,7 +273,7 @@ BAD_SETTINGS = {
     ),
     "posterior by name": (
         change("peers.0.posterior=point"),
-        "peers.0.posterior: input should be a valid dictionary, got 'point'",
+        "peers.0.posterior: input should be a table such as {kind = 'mean_field'}, got 'point'",
     ),
     "statistics of colours": (
         change("data.stats=imagenet"),
@@ -307,7 +307,7 @@ BAD_SETTINGS = {
     ),
     "posterior in words": (
         change("peers.0.posterior.kind=bayesian"),
-        "peers.0.posterior: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a weight?",
+        "peers.0.posterior.kind: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a weight?",
     ),
     "unknown posterior": (
         change("peers.0.posterior.kind=meanfield"),

@@ -14,9 +14,6 @@ from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import describe
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.mean_field import MeanField
-from peerbayes.posteriors.point import Point
-from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import Peer
@@ -81,19 +78,14 @@ def distill(
             data = load_data(chosen, how.get("root"), words)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
-    kind = chosen.peers[0].posterior
-    options = {name: value for name, value in kind.arguments().items() if name != "members"}
-    if kind.kind == "rank_one":
-        draws = chosen.teachers.draws
-        members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
-        student: Posterior = RankOne(into, members, seed=how.get("seed", 0), name="student", **options)
-    elif kind.kind == "mean_field":
-        student = MeanField(into, seed=how.get("seed", 0), name="student", **options)
-    elif kind.kind == "point":
-        begins = chosen.peers[0].start_from == TEACHERS and _alike(found[0], into)
-        student = Point(into, start_from=found[0] if begins else None)
-    else:
+    (peer,) = chosen.peers
+    kind, options = peer.posterior.posterior_class, peer.posterior.arguments()
+    if kind.made_of_posterior:
         raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
+    if options.get("members") == 0:  # one for each teacher
+        options["members"] = sum(chosen.teachers.draws if teacher.stochastic else 1 for teacher in found)
+    start = found[0] if peer.start_from == TEACHERS and _alike(found[0], into) else None
+    student = kind(into, start_from=start, seed=how.get("seed", 0), name="student", **options)
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
     device = own if own.type != "cpu" else found[0].device  # `fit` moves it, where another one is asked for
@@ -115,7 +107,7 @@ def _alike(teacher: Posterior, network: nn.Module) -> bool:
 def default_recipe(runs: Sequence[str | Path]) -> str:
     """Return the recipe that distils runs, or recipes, if no other is asked for."""
     peers = [peer for run in map(str, runs) for peer in _peers_of(run)]
-    return _recipe_for(len(peers), any(Posterior.of_kind(one.posterior.kind).stochastic for one in peers))
+    return _recipe_for(len(peers), any(peer.posterior.varies() for peer in peers))
 
 
 def _peers_of(run: str) -> list[Peer]:
@@ -175,7 +167,7 @@ def save_networks(run: Run) -> list[Path]:
             continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
-        about: dict[str, Any] = {"network": next(p.network for p in run.recipe.peers if p.name == name)}
+        about: dict[str, Any] = {"network": run.recipe.peer(name).network}
         storage.write(path, state, about | describe(run[name].network))
         written.append(path)
     return written

@@ -200,8 +200,8 @@ def _made_over(network: nn.Module, job: Job) -> dict[str, Posterior]:
     """Return a recipe's peers over a network."""
     made = {}
     for peer in job.recipe.peers:
-        options = peer.posterior.model_dump(exclude={"kind"})
-        made[peer.name] = Posterior.of_kind(peer.posterior.kind)(network, seed=job.seed, name=peer.name, **options)
+        kind, options = peer.posterior.posterior_class, peer.posterior.arguments()
+        made[peer.name] = kind(network, seed=job.seed, name=peer.name, **options)
     return made
 
 

@@ -107,7 +107,7 @@ def evaluate(
     }
     loaded, records = Loaded(data_root), []
     opened = [Run(folder) for folder in folders]
-    if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
+    if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
         records.append(judge(run, device, loaded, averaged=averaged, **how))

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError, reason
+from peerbayes.errors import InputError, nearest, reason, within
+from peerbayes.importing import imported, in_run
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
 from peerbayes.networks.registry import Inputs
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.options import PosteriorOptions, constructor_fields, options_of
 from peerbayes.posteriors.parameters import (
     Predicate,
     conv_and_linear,
@@ -33,6 +35,7 @@ from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
+    from peerbayes.data.splits import Split
     from peerbayes.inference.prediction import Prediction
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
@@ -41,6 +44,7 @@ Reduction = Literal["sum", "layer_mean"]
 _MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in ("point", "mean_field", "rank_one")} | {
     "shared": "peerbayes.codebook.shared"
 }
+_MEAN_FIELD = ("bayesian", "gaussian", "variational")  # what a mean-field posterior is called elsewhere
 
 
 class Weights(dict[str, Tensor]):
@@ -77,6 +81,7 @@ class Posterior(nn.Module):
     has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
     made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
     shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
+    averages: ClassVar[tuple[str, ...]] = ()  # ways in which `average` makes one network of its members
     told_of_batch: bool = False  # that its predictions depend on the batch
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
@@ -209,10 +214,76 @@ class Posterior(nn.Module):
 
     @classmethod
     def of_kind(cls, kind: str) -> type[Posterior]:
-        """Return the posteriors' class of a kind, such as ``mean_field``."""
+        """Return the posteriors' class of a kind, such as ``mean_field``.
+
+        A class of one's own is found under its ``kind`` once its module has been imported; where that is
+        ``package.module:Class``, it is imported.
+        """
         if kind in _MODULES:
             importlib.import_module(_MODULES[kind])
+        elif ":" in kind and kind not in Posterior._kinds:
+            imported(kind, "posterior")
+        if kind not in Posterior._kinds:
+            meant = "; did you mean 'mean_field', a Gaussian a weight?" if kind in _MEAN_FIELD else ""
+            known = {*_MODULES, *Posterior._kinds}
+            raise InputError(f"there is no kind '{kind}'{meant or nearest(kind, known)}")
         return Posterior._kinds[kind]
+
+    # ---- its options in a recipe, all of which are arguments of its constructor -----------------------------------
+
+    @classmethod
+    def recipe_options(cls) -> type[PosteriorOptions]:
+        """Return the schema of its options in a recipe."""
+        return options_of(cls)  # type: ignore[arg-type]  # of a class, which is hashable
+
+    @classmethod
+    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option in a recipe; see the class."""
+        return constructor_fields(cls)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that are each valid but contradict each other, by a `ValueError`."""
+
+    @classmethod
+    def arguments_of(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the constructor that a recipe's options mean."""
+        return dict(options)
+
+    @classmethod
+    def needs_start(cls, options: Mapping[str, Any]) -> str:  # noqa: ARG003
+        """Return why a peer of these options has to start from something; "" where it need not."""
+        return ""
+
+    @classmethod
+    def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
+        """Return what takes its place in checks before what it is made of has been trained.
+
+        For kinds that are made of a posterior, as `made_from` is.
+
+        Args:
+            network: any module.
+            options: of the recipe.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def made_from(
+        cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
+    ) -> Posterior:
+        """Make it of a trained posterior.
+
+        Args:
+            posterior: trained; it is not changed.
+            network: of the same architecture.
+            options: of the recipe.
+            split: training inputs.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
+        raise NotImplementedError
 
     @classmethod
     def varies(cls, options: Mapping[str, Any]) -> bool:  # noqa: ARG003
@@ -232,6 +303,10 @@ class Posterior(nn.Module):
     def member(self, number: int | Tensor) -> Weights:  # noqa: ARG002
         """Return the mean weights of one of its members; a posterior of one has no other."""
         return self.centre()
+
+    def average(self, merge: Any) -> nn.Module:
+        """Return one network that its members are averaged to, in one of the ways of `averages`."""
+        raise NotImplementedError
 
     def end_epoch(
         self,
@@ -420,10 +495,8 @@ class Posterior(nn.Module):
     ) -> Self:
         """Return the posterior of a file's tensors and description."""
         kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
-        try:
+        with within(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}"), in_run():
             found = Posterior.of_kind(str(kind))
-        except KeyError:
-            raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}") from None
         if not issubclass(found, cls):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):

@@ -71,6 +71,10 @@ class Recipe(Strict):
                 )
         return self
 
+    def peer(self, name: str) -> Peer:
+        """Return the settings of the peer of that name."""
+        return next(peer for peer in self.peers if peer.name == name)
+
     @property
     def epochs(self) -> int:
         """Epochs of all stages."""

@@ -86,7 +86,7 @@ def evaluate(
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
-        if averaged and posterior.members > 1:
+        if averaged and posterior.averages and posterior.members > 1:
             found["averaged"] = judge_averages(
                 cast(Any, posterior), name, loaded, run.recipe.data.augment, predict, judge
             )

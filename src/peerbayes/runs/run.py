@@ -272,7 +272,7 @@ class Run(Mapping[str, Posterior]):
             if not self.finished:
                 raise InputError(self.unfinished)
             posterior = Posterior.load(path := self.weights_file(peer), self.network(peer))
-            expected = next(p.posterior.kind for p in self.recipe.peers if p.name == peer)
+            expected = self.recipe.peer(peer).posterior.kind
             if posterior.kind != expected:
                 raise InputError(f"{path}: holds a {posterior.kind} posterior; the run's recipe has a {expected} one")
             self._loaded[peer] = posterior
@@ -368,7 +368,7 @@ class Run(Mapping[str, Posterior]):
                 given = ", ".join(map(str, self._networks)) or "nobody"
                 raise InputError(f"{self.folder}: networks has none for peer '{peer}', but for {given}")
             return self._networks[peer]
-        name = next(p.network for p in self.recipe.peers if p.name == peer)
+        name = self.recipe.peer(peer).network
         if name == CUSTOM:
             raise InputError(
                 f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "

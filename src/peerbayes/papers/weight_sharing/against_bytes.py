@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.errors import InputError
-from peerbayes.recipes.settings import SharedOptions
+from peerbayes.posteriors.options import PosteriorOptions
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
@@ -100,9 +100,9 @@ def _first(group: Runs) -> Run:
     return next(iter(group.values()))
 
 
-def _codebook(group: Runs) -> SharedOptions | None:
-    kinds = [peer.posterior for peer in _first(group).recipe.peers]
-    return kinds[0] if isinstance(kinds[0], SharedOptions) else None
+def _codebook(group: Runs) -> PosteriorOptions | None:
+    options = _first(group).recipe.peers[0].posterior
+    return options if options.posterior_class.made_of_posterior else None
 
 
 def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
