@@ -30,7 +30,7 @@ _ROOMS = {
     "reporting": {
         "papers.catalogue": "write_figure",
         "papers.pipeline": "pipeline_table",
-        "reports.predicting": "predict_inputs prediction_table",
+        "reports.predictions": "predict_inputs prediction_table",
         "reports.record": "Record",
         "reports.records": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",

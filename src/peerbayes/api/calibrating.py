@@ -13,9 +13,9 @@ from peerbayes.data.splits import Split
 from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.calibration import fit_temperatures, keep_temperature
 from peerbayes.runs.folder import lock
 from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
+from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
 
 DRAWS = 50  # of a posterior that was not loaded from a run
 

@@ -22,9 +22,9 @@ from peerbayes.bench.codebooks import FIELD, LEARNING, VIT, SharedWeights
 from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.timing import Bench, Measured, sentence
 from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, Workload
+from peerbayes.choices import EngineName
 from peerbayes.codebook.shared import SAMPLINGS
 from peerbayes.engine.devices import environment, pick_device
-from peerbayes.engine.engines import Name
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe_data import network_inputs
@@ -38,7 +38,9 @@ def measurements(bench: Bench) -> list[Measurement]:
     """Return what is to be timed, the headlines first."""
     plan, planned = bench.plan, list[Measurement]()
 
-    def epochs(key: str, method: str, steps: int, engine: Name = plan.engine, count: int = 1, **options: Any) -> None:
+    def epochs(
+        key: str, method: str, steps: int, engine: EngineName = plan.engine, count: int = 1, **options: Any
+    ) -> None:
         gpu = engine == "compiled" or count > 1
         planned.append(
             ((key,), gpu, lambda: bench.epochs(steps, engine, {key: bench.recipe(method, **options)}, count))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -16,9 +16,7 @@ from peerbayes.cli.options import (
     DataRoot,
     Device,
     DryRun,
-    Engine,
     Json,
-    Precision,
     PrecisionAsInTrain,
     Quiet,
     Resume,
@@ -27,7 +25,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, say, show, show_plan
+from peerbayes.cli.output import judge, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -37,29 +35,6 @@ if TYPE_CHECKING:
 
 
 DATA_HELP = "An image folder, texts (.csv, .json), an .npz file, or the name of a data set."
-
-
-class Placement(enum.Enum):
-    """Placements by name."""
-
-    auto = "auto"
-    device = "device"
-    stream = "stream"
-
-
-class Sampler(enum.Enum):
-    """Samplers by name."""
-
-    grid = "grid"
-    tpe = "tpe"
-
-
-class Objective(enum.Enum):
-    """Figures of the validation split by name."""
-
-    nll = "nll"
-    accuracy = "accuracy"
-    ece = "ece"
 
 
 def train(
@@ -93,13 +68,13 @@ def train(
     checkpoint_every: CheckpointEvery = None,
     engine: Annotated[
         Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
-    ] = Engine.auto,
+    ] = "auto",
     precision: Annotated[
         Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
-    ] = Precision.auto,
+    ] = "auto",
     placement: Annotated[
         Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
-    ] = Placement.auto,
+    ] = "auto",
     pack: Annotated[
         int | None,
         typer.Option(min=1, help="Most runs side by side.", show_default="all on a GPU, 1 on a CPU"),
@@ -148,9 +123,9 @@ def train(
         dry_run,
         device=device,
         root=data_root,
-        engine=engine.value,
-        precision=precision.value,
-        placement=placement.value,
+        engine=engine,
+        precision=precision,
+        placement=placement,
         checkpoint_every=checkpoint_every,
         pack=pack,
         synchronise=synchronise,
@@ -224,8 +199,8 @@ def adopt(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -233,7 +208,7 @@ def adopt(
     from peerbayes import adopting
     from peerbayes.runs.execution import How
 
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     settings: dict[str, Any] = {
         "name": network,
@@ -280,8 +255,8 @@ def distill(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -295,7 +270,7 @@ def distill(
     into = into or default_recipe(runs)
     recipe = recipe_into(into, runs, changes)
     job = Job(recipe, run or default_folder(into, seed), seed)
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
         for path in save_networks(done):
@@ -319,8 +294,8 @@ def compress(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -330,7 +305,7 @@ def compress(
 
     trust_runs(trust)
     job = compression(run, into, first, changes, out, seed)
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     _train_and_show([job], False, as_json, quiet, resume, dry_run, **how)
 
@@ -353,7 +328,7 @@ def sweep(
     trials: Annotated[
         int | None, typer.Option(min=1, help="Settings that tpe tries, over all machines.", show_default="20")
     ] = None,
-    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = Objective.nll,
+    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = "nll",
     validation: Annotated[
         float | None,
         typer.Option(min=0, help="Training images (or fraction) to judge on.", show_default="the recipe's, or 0.1"),
@@ -369,8 +344,8 @@ def sweep(
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -383,9 +358,9 @@ def sweep(
         over,
         seeds=parse_seeds(seeds),
         changes=changes,
-        sampler=None if sampler is None else sampler.value,
+        sampler=sampler,
         trials=trials,
-        objective=objective.value,
+        objective=objective,
         validation=validation,
         storage=storage,
         study=study,
@@ -393,8 +368,8 @@ def sweep(
         pack=pack,
         device=device,
         root=data_root,
-        engine=engine.value,
-        precision=precision.value,
+        engine=engine,
+        precision=precision,
         reporter=reporter(quiet),
     )
     if as_json:

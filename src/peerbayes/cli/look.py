@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import csv
-import enum
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.showing import judge, say, show, waiting
+from peerbayes.cli.output import judge, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
-
-
-class Form(enum.Enum):
-    """How predictions are printed."""
-
-    table = "table"
-    csv = "csv"
-    jsonl = "jsonl"
 
 
 def recipes(
@@ -165,8 +156,9 @@ def predict(
     ],
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes.")
-    ] = Form.table,
+        Literal["table", "csv", "jsonl"],
+        typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes."),
+    ] = "table",
     raw: Annotated[bool, typer.Option("--raw", help="Without the temperature that is kept with the weights.")] = False,
     device: Device = "auto",
     trust: Trust = False,
@@ -177,7 +169,7 @@ def predict(
     Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ. CSV
     and JSON lines are written as predictions are made, of any number of inputs.
     """
-    from peerbayes.reports.predicting import predictions_at
+    from peerbayes.reports.predictions import predictions_at
     from peerbayes.showing import aligned
 
     trust_runs(trust)
@@ -185,10 +177,10 @@ def predict(
     with waiting():
         if as_json:
             say(json.dumps([record for batch in batches for record in batch.records()], indent=1))
-        elif form is Form.jsonl:
+        elif form == "jsonl":
             for batch in batches:
                 sys.stdout.writelines(json.dumps(record) + "\n" for record in batch.records())
-        elif form is Form.csv:
+        elif form == "csv":
             writer = csv.writer(sys.stdout, lineterminator="\n")
             for number, batch in enumerate(batches):
                 if number == 0:

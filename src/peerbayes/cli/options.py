@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from peerbayes.choices import Engine, Precision
 from peerbayes.errors import InputError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
@@ -31,23 +31,6 @@ Trust = Annotated[
     ),
 ]
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
-
-
-class Engine(enum.Enum):
-    """Engines by name."""
-
-    auto = "auto"
-    eager = "eager"
-    compiled = "compiled"
-    captured = "captured"
-
-
-class Precision(enum.Enum):
-    """Types by name."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 CheckpointEvery = Annotated[

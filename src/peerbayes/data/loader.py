@@ -19,12 +19,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from peerbayes.choices import Placement
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, order
 from peerbayes.data.transforms.augment import augment
 from peerbayes.errors import InputError, nearest
 from peerbayes.math.noise import Address
-
-Placement = Literal["auto", "device", "stream"]
 
 _AHEAD = 3  # batches that are gathered ahead of the one in use
 _BEHIND = 2  # batches whose copy to the device may still be under way

@@ -20,7 +20,6 @@ from peerbayes.networks.normalisation import Choice, carry_over, describe, norma
 from peerbayes.networks.registry import Inputs
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.layout import Layout
-from peerbayes.posteriors.options import PosteriorOptions, constructor_fields, options_of
 from peerbayes.posteriors.parameters import (
     Predicate,
     conv_and_linear,
@@ -33,6 +32,7 @@ from peerbayes.posteriors.parameters import (
 )
 from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
+from peerbayes.posteriors.recipe_options import PosteriorOptions, constructor_fields, options_of
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from peerbayes.data.transforms.augment import AUGMENTATIONS
 from peerbayes.errors import InputError, nearest
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.options import PosteriorOptions
+from peerbayes.posteriors.recipe_options import PosteriorOptions
 from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat, PositiveInt, Strict, fault, nested
 from peerbayes.terms.definition import find as find_term
 

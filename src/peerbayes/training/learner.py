@@ -12,16 +12,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from peerbayes.choices import Engine, Placement
 from peerbayes.data.dataset import Dataset
-from peerbayes.data.loader import Placement, feed
+from peerbayes.data.loader import feed
 from peerbayes.engine.cohort import Cohort
-from peerbayes.engine.engines import ENGINES, Eager, Name, cause, pick
+from peerbayes.engine.engines import ENGINES, Eager, cause, pick
 from peerbayes.engine.gradient_shares import note_shares
 from peerbayes.engine.movement import changes, is_still, sampled, sentence
 from peerbayes.engine.position import Position
@@ -74,7 +75,7 @@ class Learner:
         save: Callable[[dict[str, Tensor], dict[str, Any]], None] | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
         checkpoint_every: int | None = None,
-        engine: Name | Literal["auto"] = "auto",
+        engine: Engine = "auto",
         autocast: torch.dtype | None = None,
         placement: Placement = "auto",
         world: World = ALONE,

@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors.options import PosteriorOptions
+from peerbayes.posteriors.recipe_options import PosteriorOptions
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
@@ -44,17 +44,17 @@ FORMS = {"bits": "{} bits", "em_steps": "EM steps {}", "sampling": "{} sampling"
 Runs = Mapping[int, Run]  # of one setting, by seed
 
 
-class _Peer(Table):
+class _SizedPeer(Table):
     name: str
     accuracy: float
     nll: float
     ece: float
 
 
-class _Judged(Table):
+class _SizedRecord(Table):
     """What the figure looks for in a record."""
 
-    peers: Annotated[list[_Peer], Field(min_length=1)]
+    peers: Annotated[list[_SizedPeer], Field(min_length=1)]
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -90,7 +90,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
 def _record(run: Run, device: str, root: str | Path | None) -> Record:
     path = run.folder / "evaluation.json"
     record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
-    _Judged.parse(record, str(path))
+    _SizedRecord.parse(record, str(path))
     for peer in record["peers"]:  # records from before they held it
         peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
     return record

@@ -1,0 +1,10 @@
+"""Choices that Python and the command line have in common, by name; importing them costs nothing."""
+
+from typing import Literal
+
+EngineName = Literal["eager", "compiled", "captured"]
+Engine = Literal["auto", EngineName]
+Precision = Literal["auto", "float32", "bfloat16"]
+Placement = Literal["auto", "device", "stream"]
+Sampler = Literal["grid", "tpe"]
+Objective = Literal["nll", "accuracy", "ece"]  # figures of the validation split
