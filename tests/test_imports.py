@@ -1,6 +1,7 @@
 """Starting costs nothing, and each room imports only from rooms above it."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -157,6 +158,36 @@ def test_every_public_name_exists():
 def test_public_lists_of_rooms_are_true(room):
     module = importlib.import_module(f"peerbayes.{room}")
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
+
+
+# ---- how deep the house is ------------------------------------------------------------------------------------------
+
+DEEPEST = 14  # modules that one import may go through, one below another
+
+
+def imported_modules(path):
+    """Return the modules of the package that a module imports when it is imported itself."""
+    modules = {".".join(("peerbayes", *file.relative_to(ROOT).with_suffix("").parts)): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            known = name if name in modules else name.rpartition(".")[0]
+            if known in modules and modules[known] != path:
+                yield modules[known]
+
+
+@functools.cache
+def chain(path):
+    """Return the longest way of imports down from a module."""
+    return (path, *max(map(chain, imported_modules(path)), key=len, default=()))
+
+
+def test_no_chain_of_imports_is_long():
+    longest = max(map(chain, FILES), key=len)
+    assert 10 < len(longest) <= DEEPEST, " > ".join(str(path.relative_to(ROOT)) for path in longest)
 
 
 # ---- names --------------------------------------------------------------------------------------------------------

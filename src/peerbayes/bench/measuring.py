@@ -21,7 +21,7 @@ from peerbayes.bench import students, theirs
 from peerbayes.bench.codebooks import FIELD, LEARNING, VIT, SharedWeights
 from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.timing import Bench, Measured, sentence
-from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, Workload
+from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, THEIRS, Workload
 from peerbayes.choices import EngineName
 from peerbayes.codebook.shared import SAMPLINGS
 from peerbayes.engine.devices import environment, pick_device
@@ -62,7 +62,7 @@ def measurements(bench: Bench) -> list[Measurement]:
     epochs("pair_epoch_s", "ours", plan.steps)
     epochs("packed3_epoch_s", "ours", plan.steps, count=PACKED)
     planned.append((RATIOS["bayesian_over_deterministic"], False, point_and_bayesian))
-    planned.append((("single_step_ms", *theirs.THEIRS), False, partial(theirs.steps, bench)))
+    planned.append((("single_step_ms", *THEIRS), False, partial(theirs.steps, bench)))
     images = PREDICTED / plan.predicted
     whole = plan.predicted, plan.draws, images * DRAWS / plan.draws
     predictions("predict_50x10k_s", *whole)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from peerbayes.choices import EngineName
 
 
+THEIRS = ("bayesian_torch_float32_step_ms", "bayesian_torch_bfloat16_step_ms")  # figures of bayesian-torch
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side
 
 

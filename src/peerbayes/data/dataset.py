@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 import peerbayes.data.datasets.images  # noqa: F401 (registers the sets of images)
-from peerbayes.data.datasets.corpora import Corpus, Texts, is_corpus, read_corpus
+from peerbayes.data.datasets.arrays import read_npz
+from peerbayes.data.datasets.corpora import is_corpus, read_corpus
+from peerbayes.data.datasets.folders import read_folder
 from peerbayes.data.datasets.objects import read_object, splits_of, title_of
-from peerbayes.data.datasets.sources import READERS, Source, Stored, data_root, read_folder, read_npz
+from peerbayes.data.datasets.sources import READERS, Corpus, Source, Texts, data_root
 from peerbayes.data.held_out import divided
+from peerbayes.data.items import Stored
 from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from peerbayes.data.datasets import formats
-from peerbayes.data.splits import in_rgb, resize
+from peerbayes.data.splits import ArraySplit, FolderSplit, in_rgb, resize
 from peerbayes.errors import InputError, reason
 
 
@@ -100,3 +100,6 @@ class ItemSplit:
             raise InputError(f"{where} has shape {tuple(found.shape)} and {found.dtype}, but had {self.shape} and "
                              f"{self.dtype} before; does the data set change its items?")  # fmt: skip
         return found
+
+
+Stored = ArraySplit | FolderSplit | ItemSplit

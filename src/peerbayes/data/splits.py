@@ -268,6 +268,11 @@ def open_rgb(file: str) -> Image.Image:
     return in_rgb(image, file)
 
 
+def natural_size(file: str) -> int:
+    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
+    return min(224, *open_rgb(file).size)
+
+
 def in_rgb(image: Image.Image, where: str) -> Image.Image:
     """Return an image of 8 bits a channel in RGB; transparency is dropped."""
     if image.mode.startswith(("I", "F")):

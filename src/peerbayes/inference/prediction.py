@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from peerbayes.data.splits import Split
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError, PeerbayesWarning, reason
 from peerbayes.inference.early_stopping import Referee
 from peerbayes.inference.folding import Folded
@@ -27,7 +28,6 @@ from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.network_state import evaluating
-from peerbayes.posteriors.prepare import prepared
 from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError, nearest, reason, within
 from peerbayes.importing import imported, in_run
 from peerbayes.math.noise import Address
@@ -30,7 +31,6 @@ from peerbayes.posteriors.parameters import (
     take_parameters,
     under_first_names,
 )
-from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.recipe_options import PosteriorOptions, constructor_fields, options_of
 

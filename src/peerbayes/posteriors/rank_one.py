@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
@@ -18,7 +19,6 @@ from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.prepare import prepared
 from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -16,8 +16,10 @@ from peerbayes.engine.devices import pick_device
 from peerbayes.engine.engines import STREAMS, TEACHERS, pick
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.errors import InputError, nearest
-from peerbayes.runs.plan import Node
 from peerbayes.training.reporters import Reporter, usual_reporter
+
+if TYPE_CHECKING:
+    from peerbayes.runs.plan import Node
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import torch
 
-from peerbayes.data.splits import FolderSplit, open_rgb
+from peerbayes.data.datasets.sources import EXTENSIONS, SPLIT_NAMES, Source
+from peerbayes.data.splits import FolderSplit, natural_size
 from peerbayes.errors import InputError, PeerbayesWarning
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -143,6 +137,35 @@ def read_images(folder: Path) -> FolderSplit:
     return FolderSplit(files, None, natural_size(files[0]))
 
 
-def natural_size(file: str) -> int:
-    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
-    return min(224, *open_rgb(file).size)
+def read_folder(path: Path, want_train: bool) -> Source:
+    """Read ``train/<class>/``, and ``val`` and ``test`` beside it, or ``<class>/`` alone, in sorted order.
+
+    The test split is ``test`` where it has class folders, else ``val``; where both have them, ``val`` is the
+    validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``. Splits may have any of the
+    names in `SPLIT_NAMES`.
+    """
+    parts = split_folders(path)
+    train, val, test = (parts.get(part) for part in ("train", "validation", "test"))
+    tiny = val is not None and (val / "val_annotations.txt").is_file()
+    if val is not None and test is not None and (tiny or not has_folders(test)):
+        test = None  # published without labels
+    if not want_train:
+        return Source(None, read_images(test or val or path))
+    if train is None:
+        if val is not None or test is not None:
+            raise InputError(f"{path}: expected a folder 'train' beside 'val' or 'test'")
+        classes = class_names(path)
+        return Source(read_classes(path, classes), None, classes=len(classes), class_names=classes)
+    classes = class_names(train)
+    split = read_classes(train, classes)
+    read = read_annotated if tiny else read_classes
+    others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    told = f"{path}: no test split: the {len(others[0]):,} images of '{val.name}' are it" if val and not test else ""
+    return Source(
+        split,
+        others[0] if others else None,
+        others[1] if len(others) > 1 else None,
+        classes=len(classes),
+        class_names=classes,
+        notes=(told,) if told else (),
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from peerbayes.data.datasets.folders import EXTENSIONS
+from peerbayes.data.datasets.sources import EXTENSIONS
 from peerbayes.errors import InputError
 
 LABELS = ("label", "category", "class", "class index", "labels", "class name", "target", "sentiment", "intent")
