@@ -69,6 +69,17 @@ def calibrate(
 
     Returns:
         The run, opened if it was a folder, or the posterior.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> found = pb.calibrate(run, device="cpu")
+        >>> run["net"].temperature > 0
+        True
+        >>> folder.cleanup()
     """
     where = pick_device(device)
     if isinstance(source, Posterior):
@@ -94,7 +105,12 @@ def calibrate(
 
 
 def keep_together(run: Run, temperature: float) -> None:
-    """Write the temperature of all peers as one; posteriors that the run has loaded stay its own."""
+    """Write the temperature of all peers as one; posteriors that the run has loaded stay its own.
+
+    Args:
+        run: whose peers they are.
+        temperature: of the average of their predictions.
+    """
     path = run.folder / "run.json"
     run.about["temperature"] = temperature
     write_text(path, json.dumps(read_json(path) | {"temperature": temperature}, indent=1))

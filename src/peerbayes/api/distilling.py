@@ -48,6 +48,18 @@ def distill(
             average (``distillation/latentbe``); that of a single Bayesian one starts from its means (``distil``).
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
         how: what `fit` takes besides.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> student = pb.distill([run], into=run.network("net"), recipe="distil", run=f"{folder.name}/student",
+        ...                      overrides=short[1:], device="cpu")
+        >>> student.training
+        False
+        >>> folder.cleanup()
     """
     refuse_unknown(how, distill, fit)
     check_seed(how.get("seed", 0))
@@ -142,7 +154,13 @@ def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
 
 
 def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:
-    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt."""
+    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt.
+
+    Args:
+        into: the student's recipe.
+        runs: what teaches: run folders, weights files or recipes.
+        changes: of the recipe.
+    """
     base = load_recipe(into)
     if base.teachers is None:
         raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")

@@ -48,6 +48,16 @@ def train(
         resume: go on with an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> run.finished, list(run)
+        (True, ['net'])
+        >>> folder.cleanup()
     """
     refuse_unknown(how, train)
     job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
@@ -86,6 +96,19 @@ def fit(
         resume: go on with an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> from torch import nn
+        >>> network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        >>> run = pb.fit({"net": pb.Point(network)}, data="digits", recipe="plain", run=f"{folder.name}/run",
+        ...              overrides=short[1:], device="cpu")
+        >>> run["net"].predict(run.data().test.images[:2]).probabilities.shape
+        torch.Size([2, 10])
+        >>> folder.cleanup()
     """
     refuse_unknown(how, fit)
     check_seed(seed)
@@ -214,7 +237,12 @@ def check_teacher_overrides(overrides: Sequence[str]) -> None:
 
 
 def check_finite(posterior: Posterior, who: str) -> None:
-    """Refuse weights and scales that are not finite; buffers may be so."""
+    """Refuse weights and scales that are not finite; buffers may be so.
+
+    Args:
+        posterior: whose tensors are looked at.
+        who: begins the error.
+    """
     for name, tensor in posterior.state().items():
         if not name.startswith("network/") and not bool(tensor.isfinite().all()):
             raise InputError(f"{who}: tensor '{name}' holds values that are not finite")

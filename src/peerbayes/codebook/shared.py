@@ -217,7 +217,14 @@ class Shared(Posterior):
 
     @classmethod
     def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
-        """Return a codebook's stand-in; see `peerbayes.codebook.blank_shared`."""
+        """Return a codebook's stand-in; see `peerbayes.codebook.blank_shared`.
+
+        Args:
+            network: any module.
+            options: of the recipe.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
         from peerbayes.codebook.peer import blank_shared
 
         return blank_shared(network, options, seed, name)
@@ -226,7 +233,16 @@ class Shared(Posterior):
     def made_from(
         cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
     ) -> Posterior:
-        """Make it of a trained posterior with scales; see `peerbayes.codebook.shared_of`."""
+        """Make it of a trained posterior with scales; see `peerbayes.codebook.shared_of`.
+
+        Args:
+            posterior: trained, with a scale for every weight.
+            network: of the same architecture.
+            options: of the recipe.
+            split: training inputs, on which gradients count.
+            seed: of the clustering; with ``name``, where its draws live.
+            name: the peer's.
+        """
         from peerbayes.codebook.peer import shared_of
 
         return shared_of(posterior, network, options, split, seed, name)

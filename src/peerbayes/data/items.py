@@ -77,7 +77,12 @@ class ItemSplit:
         return replace(self, size=size, shape=(self.shape[0], size, size))
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `peerbayes.data.splits.Split.batch`; an image that cannot be read is named."""
+        """See `peerbayes.data.splits.Split.batch`; an image that cannot be read is named.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+        """
         images = torch.empty((len(index), *self.shape), dtype=self.dtype)
         with self._lock:
             for place, number in enumerate(self.numbers[index.cpu()].tolist()):

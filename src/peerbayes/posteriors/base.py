@@ -50,6 +50,13 @@ _MEAN_FIELD = ("bayesian", "gaussian", "variational")  # what a mean-field poste
 class Weights(dict[str, Tensor]):
     """One draw: every parameter of the network by name, the flat tensor that the Bayesian ones are views of, and the
     standard deviations it was drawn with, so that terms need not work them out again.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField
+        >>> weights = MeanField(torch.nn.Linear(4, 3)).draw(Address(0))
+        >>> weights["weight"].shape, weights.flat.shape
+        (torch.Size([3, 4]), torch.Size([15]))
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, std: Tensor | None = None) -> None:
@@ -72,6 +79,13 @@ class Posterior(nn.Module):
             safetensors file.
         seed: with ``name``, where its draws live in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField, Posterior
+        >>> posterior = MeanField(torch.nn.Linear(4, 3))
+        >>> isinstance(posterior, Posterior), posterior.layout.size, list(posterior.layout.shapes)
+        (True, 15, ['weight', 'bias'])
     """
 
     _inverse_sizes: Tensor
@@ -179,7 +193,14 @@ class Posterior(nn.Module):
         extra: Tensor | None,  # noqa: ARG002
         layers: Sequence[str] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (members · B, C) and the outputs of the named layers, those of the first member first."""
+        """Return logits (members · B, C) and the outputs of the named layers, those of the first member first.
+
+        Args:
+            inputs: (B, ...).
+            flat: the Bayesian weights (size,).
+            extra: what else `training_weights` returns.
+            layers: whose outputs are wanted.
+        """
         with capture(self.network, layers) as found:
             logits = self.run_network(inputs, self.named(flat))
         return logits, [found[layer] for layer in layers]
@@ -293,7 +314,13 @@ class Posterior(nn.Module):
     def forward_members(
         self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...)."""
+        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...).
+
+        Args:
+            inputs: (B, ...).
+            noise: (noise_size,); None for the mean weights.
+            layers: whose outputs are wanted.
+        """
         flat, _, extra = self.training_weights(noise)
         logits, outputs = self.training_pass(inputs, flat, extra, layers)
         shape = (self.members, -1)
@@ -337,7 +364,12 @@ class Posterior(nn.Module):
         return self.mean.device
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats."""
+        """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: the draw that estimates it, where it has no closed form.
+        """
         per_weight = self.kl_per_weight(weights)
         return per_weight.sum() if reduction == "sum" else self.layer_mean_sum(per_weight)
 
@@ -350,7 +382,12 @@ class Posterior(nn.Module):
         return self.weights(self.mean)
 
     def weights(self, flat: Tensor, std: Tensor | None = None) -> Weights:
-        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,)."""
+        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,).
+
+        Args:
+            flat: the Bayesian weights.
+            std: their standard deviations, if a term may need them.
+        """
         return Weights(self.named(flat), flat, std)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -364,7 +401,13 @@ class Posterior(nn.Module):
         return self.run_network(inputs, weights if weights is not None else self.centre())
 
     def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
-        """Return the network's output with the named tensors in the places of its parameters."""
+        """Return the network's output with the named tensors in the places of its parameters.
+
+        Args:
+            inputs: (B, ...).
+            tensors: parameters by name.
+            network: in the place of its own.
+        """
         network = self.network if network is None else network
         inputs = prepared(inputs)
         if self.plain_memory:
@@ -383,7 +426,13 @@ class Posterior(nn.Module):
     def forward_features(
         self, inputs: Tensor, weights: Weights, layers: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits and the outputs of the named layers."""
+        """Return logits and the outputs of the named layers.
+
+        Args:
+            inputs: (B, ...).
+            weights: a draw.
+            layers: whose outputs are wanted.
+        """
         with capture(self.network, layers) as found:
             logits = self(inputs, weights)
         return logits, found
@@ -392,6 +441,11 @@ class Posterior(nn.Module):
         """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`.
 
         They are tempered by ``temperature``, but for ``calibrated=False``.
+
+        Args:
+            images: (N, ...), in [0, 1] or uint8; texts as token numbers.
+            draws: how many networks.
+            options: what `predict` takes besides.
         """
         from peerbayes.inference.prediction import predict
 
@@ -466,7 +520,12 @@ class Posterior(nn.Module):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
+        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
+
+        Args:
+            tensors: by place and name.
+            origin: where they come from, which begins the error.
+        """
         own = self.state()
         require_same(tensors, own, origin)
         for name, tensor in own.items():
@@ -476,6 +535,10 @@ class Posterior(nn.Module):
         """Write the posterior to one safetensors file, atomically; without ``anchors`` for predictions alone.
 
         Anchors are what an anchored prior is centred at; a posterior that is read without them is anchored anew.
+
+        Args:
+            path: the file.
+            anchors: whether it can be trained on as it was.
         """
         state = self.state()
         storage.write(
@@ -486,7 +549,12 @@ class Posterior(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
-        """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian."""
+        """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian.
+
+        Args:
+            path: the file.
+            network: any module of that architecture; it is not changed.
+        """
         return cls._of(path, network, *storage.read(Path(path)))
 
     @classmethod
@@ -528,7 +596,13 @@ class Posterior(nn.Module):
         about: Mapping[str, Any],  # noqa: ARG002
         origin: str,  # noqa: ARG002
     ) -> Mapping[str, Tensor]:
-        """Return what `load_state` takes, of a file's tensors and description."""
+        """Return what `load_state` takes, of a file's tensors and description.
+
+        Args:
+            tensors: the file's.
+            about: its description.
+            origin: its name, which begins the error.
+        """
         return tensors
 
     def _adopt(

@@ -44,6 +44,16 @@ class MeanField(Posterior):
         start_from: a trained network to take means, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial ρ, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField
+        >>> network = torch.nn.Linear(4, 3)
+        >>> posterior = MeanField(network, prior_std=0.5)
+        >>> bool((posterior.draw(Address(0))["weight"] == network.weight).any())
+        False
+        >>> torch.equal(posterior.materialise().weight, network.weight)
+        True
     """
 
     anchor: Tensor
@@ -193,7 +203,13 @@ class MeanField(Posterior):
         return tensors
 
     def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Return what `load_state` takes: with the means for anchors where a file has none."""
+        """Return what `load_state` takes: with the means for anchors where a file has none.
+
+        Args:
+            tensors: the file's.
+            about: its description.
+            origin: its name, which begins the error.
+        """
         if self.prior != "anchored" or any(name.startswith("anchor/") for name in tensors):
             return tensors
         means = {name: t for name, t in tensors.items() if name.startswith("mean/")}

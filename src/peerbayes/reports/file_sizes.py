@@ -56,6 +56,16 @@ def sizes(
         device: where to predict.
         root: data root.
         trust: allow what the recipes of runs name as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> [(account["peer"], account["kind"]) for account in pb.reports.sizes(run.folder)]
+        [('net', 'point')]
+        >>> folder.cleanup()
     """
     path = Path(path).expanduser()
     where = [path] if path.suffix == ".safetensors" else find_runs(path)

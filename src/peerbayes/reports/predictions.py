@@ -32,6 +32,20 @@ def predict_inputs(
         calibrated: temper by the temperature that is kept with the weights.
         device: where to predict.
         trust: allow what the run's recipe names as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> import numpy as np
+        >>> from PIL import Image
+        >>> Image.fromarray(np.zeros((8, 8), np.uint8)).save(f"{folder.name}/a.png")
+        >>> (record,) = pb.reports.predict_inputs(run.folder, f"{folder.name}/a.png", device="cpu")
+        >>> 0 < record["probability"] <= 1
+        True
+        >>> folder.cleanup()
     """
     how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
     return [record for batch in predictions_at(path, inputs, **how) for record in batch.records()]

@@ -56,6 +56,17 @@ def evaluate(
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> record = pb.evaluate(run, device="cpu")
+        >>> [peer["name"] for peer in record["peers"]], 0 < record["peers"][0]["accuracy"] <= 1
+        (['net'], True)
+        >>> folder.cleanup()
     """
     run = run if isinstance(run, Run) else Run(run, trust=trust)
     options, where = run.recipe.evaluation, pick_device(device)

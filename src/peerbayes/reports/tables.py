@@ -248,6 +248,16 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
     """Return a sentence for each method against the one before it, paired over the seeds they share.
 
     Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> pb.reports.differences([pb.evaluate(run, device="cpu")])  # of several methods it has sentences
+        []
+        >>> folder.cleanup()
     """
     found = []
     for before, after, seeds in _compared(records):
@@ -290,6 +300,16 @@ def text_table(
         calibrated: add figures after temperature scaling.
         sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
         retention: add the accuracy of the images of lowest entropy, and of lowest disagreement.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> print(pb.reports.text_table([pb.evaluate(run, device="cpu")]).splitlines()[0].split())
+        ['ACC', 'NLL', 'ECE']
+        >>> folder.cleanup()
     """
     merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
     if sort_peers:

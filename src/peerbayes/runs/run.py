@@ -131,6 +131,16 @@ class Run(Mapping[str, Posterior]):
         folder: the run folder.
         networks_by_peer: networks that no recipe could build.
         trust: allow what its recipe names as ``package.module:name``, in this process.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> run["net"].kind, run.seed, len(run.metrics)
+        ('point', 0, 1)
+        >>> folder.cleanup()
     """
 
     def __init__(
@@ -515,6 +525,16 @@ def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None, *,
         folder: the run folder.
         networks: by peer; needed where they did not come from a recipe.
         trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> pb.load(run.folder).recipe.name
+        'plain'
+        >>> folder.cleanup()
     """
     return Run(folder, networks, trust=trust)
 

@@ -19,6 +19,11 @@ def read_npz(path: Path, want_train: bool, classes: int | None = None) -> Source
 
     Without ``want_train`` only the test images are read, or the training images where there are none; labels
     are optional then. Large image arrays stay in the file (see :func:`peerbayes.data.datasets.formats.read_npz`).
+
+    Args:
+        path: the file.
+        want_train: whether the training split is wanted.
+        classes: how many there are, where that is known.
     """
     if want_train:
         prefixes = ("train", "test", "validation", "val")
@@ -59,7 +64,14 @@ def _class_names(array: formats.Array, path: Path) -> tuple[str, ...]:
 def array_split(
     images: formats.Array, labels: formats.Array | None, where: str, classes: int | None = None
 ) -> ArraySplit:
-    """Return checked arrays as a split; ``where`` is put before ``_images`` and ``_labels`` in messages."""
+    """Return checked arrays as a split; ``where`` is put before ``_images`` and ``_labels`` in messages.
+
+    Args:
+        images: the inputs.
+        labels: one an image, or None.
+        where: part of the data, for messages.
+        classes: how many there are, where that is known.
+    """
     found = formats.image_tensor(images, f"{where}_images")
     rows = torch.arange(len(found)) if isinstance(images, np.memmap) else None
     if labels is None:
@@ -68,7 +80,13 @@ def array_split(
 
 
 def count_classes(labels: Tensor | None, where: str, items: str = "image") -> int:
-    """Return the number of classes, each of which must have an item to train on."""
+    """Return the number of classes, each of which must have an item to train on.
+
+    Args:
+        labels: of the training split.
+        where: begins the error.
+        items: what is counted, for messages.
+    """
     assert labels is not None
     present = labels.unique()
     classes = int(present[-1]) + 1

@@ -155,7 +155,13 @@ def is_corpus(path: Path) -> bool:
 
 
 def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus | Source:
-    """Read a folder with ``train.csv`` (and others named as in `SPLIT_NAMES`), a CSV or a JSON file."""
+    """Read a folder with ``train.csv`` (and others named as in `SPLIT_NAMES`), a CSV or a JSON file.
+
+    Args:
+        path: the folder or file.
+        want_train: whether the training split is wanted.
+        names: of the classes, where they are known.
+    """
     if path.suffix == ".json":
         return _read_json(path, want_train)
     if path.is_file():

@@ -87,7 +87,13 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
 
 
 def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSplit:
-    """Return Tiny ImageNet's validation images: ``images/`` labelled by the lines of ``val_annotations.txt``."""
+    """Return Tiny ImageNet's validation images: ``images/`` labelled by the lines of ``val_annotations.txt``.
+
+    Args:
+        folder: of the split.
+        classes: names of the class folders.
+        size: side of the images.
+    """
     numbers = {name: number for number, name in enumerate(classes)}
     listing = folder / "val_annotations.txt"
     present = set(os.listdir(folder / "images")) if (folder / "images").is_dir() else set()
@@ -110,7 +116,13 @@ def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSpl
 
 
 def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSplit:
-    """Return the images that the lines ``class/file`` of a listing name, in its order, as DTD gives its splits."""
+    """Return the images that the lines ``class/file`` of a listing name, in its order, as DTD gives its splits.
+
+    Args:
+        folder: of the images.
+        listing: the file of lines.
+        classes: names of the class folders.
+    """
     numbers = {name: number for number, name in enumerate(classes)}
     files: list[str] = []
     labels: list[int] = []
@@ -143,6 +155,10 @@ def read_folder(path: Path, want_train: bool) -> Source:
     The test split is ``test`` where it has class folders, else ``val``; where both have them, ``val`` is the
     validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``. Splits may have any of the
     names in `SPLIT_NAMES`.
+
+    Args:
+        path: the folder.
+        want_train: whether the training split is wanted.
     """
     parts = split_folders(path)
     train, val, test = (parts.get(part) for part in ("train", "validation", "test"))

@@ -98,12 +98,24 @@ def source(name: str) -> Callable[[R], R]:
 
 
 def data_root(root: Path | str | None = None) -> Path:
-    """Return the folder of the data: the argument, else ``PEERBAYES_DATA``, else ``~/.cache/peerbayes/data``."""
+    """Return the folder of the data: the argument, else ``PEERBAYES_DATA``, else ``~/.cache/peerbayes/data``.
+
+    Example:
+        >>> from peerbayes.data import data_root
+        >>> data_root("sets").name
+        'sets'
+    """
     return Path(root or os.environ.get("PEERBAYES_DATA") or "~/.cache/peerbayes/data").expanduser()
 
 
 def find(root: Path, places: Sequence[str], archive: str) -> Path:
-    """Return the first of the places below ``root`` that exists; where none does, say what to get."""
+    """Return the first of the places below ``root`` that exists; where none does, say what to get.
+
+    Args:
+        root: data root.
+        places: below it, in the order in which they are tried.
+        archive: what to get where there is none.
+    """
     for place in places:
         if (root / place).exists():
             return root / place
