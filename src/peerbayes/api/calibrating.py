@@ -62,7 +62,7 @@ def calibrate(
             temperatures, each peer's and that of all as one. Or a posterior, in memory alone until it is saved.
         data: a data set with a validation split, or what `peerbayes.data.load` takes; by default what the run has
             learnt.
-        draws: draws averaged; by default as many as the run's recipe judges with.
+        draws: draws averaged; by default as many as the run's recipe evaluates with.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.

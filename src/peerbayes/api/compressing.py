@@ -13,8 +13,8 @@ from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, change, listed, load_recipe
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import execute
+from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
 from peerbayes.training.reporters import Reporter
@@ -48,7 +48,7 @@ def compress(
         first: recipe that gives a network scales.
         seed: seed of everything random.
         overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
     """

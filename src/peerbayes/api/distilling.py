@@ -17,7 +17,7 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import Peer
-from peerbayes.runs.execution import refuse_unknown
+from peerbayes.runs.how import refuse_unknown
 from peerbayes.runs.plan import TEACHERS, check_seed
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
 
@@ -181,7 +181,7 @@ def save_networks(run: Run) -> list[Path]:
     """Write each peer that predicts with one network as a plain state dict, beside its posterior; return the files."""
     written = []
     for name in run:
-        if run[name].stochastic:  # its mean weights are not what was judged
+        if run[name].stochastic:  # its mean weights are not what was evaluated
             continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}

@@ -17,8 +17,8 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
 from peerbayes.recipes.recipe_data import fitted_to, load_data
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import execute, train_jobs
+from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, trained_into
 from peerbayes.training.reporters import Reporter
@@ -45,7 +45,7 @@ def train(
         data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
 
@@ -93,7 +93,7 @@ def fit(
             `peerbayes.networks.normalised`.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
 

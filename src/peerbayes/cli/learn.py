@@ -86,7 +86,7 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train recipes, or on --data the default one, into run folders; then judge them on the test split.
+    """Train recipes, or on --data the default one, into run folders; then evaluate them on the test split.
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
@@ -100,7 +100,7 @@ def train(
         )
     recipes = recipes or []
     if len(set(recipes)) < len(recipes):
-        raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
+        raise InputError(f"train {' '.join(recipes)}: a recipe is given twice")
     if seeds is not None and seed:
         raise InputError("--seed and --seeds exclude each other")
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
@@ -139,7 +139,7 @@ def _train_and_show(
     from peerbayes.engine.processes import joined, restarted
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
-    from peerbayes.runs.execution import How
+    from peerbayes.runs.how import How
     from peerbayes.runs.plan import resolve
 
     if dry_run:
@@ -153,7 +153,7 @@ def _train_and_show(
                 shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
         runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         first = world.is_first
-    # The other processes are done: judging may take longer than they would wait.
+    # The other processes are done: evaluating may take longer than they would wait.
     if not first:
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
@@ -190,7 +190,7 @@ def adopt(
         bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
     ] = False,
     corrupted: Annotated[
-        str, typer.Option(help="Judge images corrupted, too: mixed, made (75 times as many), a folder, or none.")
+        str, typer.Option(help="Evaluate images corrupted, too: mixed, made (75 times as many), a folder, or none.")
     ] = "mixed",
     seed: Seed = 0,
     resume: Resume = False,
@@ -206,7 +206,7 @@ def adopt(
 ) -> None:
     """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
     from peerbayes import adopting
-    from peerbayes.runs.execution import How
+    from peerbayes.runs.how import How
 
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
@@ -331,7 +331,7 @@ def sweep(
     objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = "nll",
     validation: Annotated[
         float | None,
-        typer.Option(min=0, help="Training images (or fraction) to judge on.", show_default="the recipe's, or 0.1"),
+        typer.Option(min=0, help="Training images (or fraction) to evaluate on.", show_default="the recipe's, or 0.1"),
     ] = None,
     storage: Annotated[
         str | None,

@@ -76,7 +76,7 @@ def evaluate(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Judge trained runs on their test split; a table over seeds with error bars.
+    """Evaluate trained runs on their test split; a table over seeds with error bars.
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
@@ -89,7 +89,7 @@ def evaluate(
     folders = [folder for given in runs for folder in find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
-            raise InputError(f"{folder}: stands there twice")
+            raise InputError(f"{folder}: is given twice")
     how: dict[str, Any] = {
         "draws": draws,
         "settle": settle,
@@ -196,7 +196,7 @@ def predict(
 def size(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of runs, or weights files of runs.")],
     judged: Annotated[
-        bool, typer.Option("--evaluate", help="Also judge the file and every other form on the test split.")
+        bool, typer.Option("--evaluate", help="Also evaluate the file and every other form on the test split.")
     ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,

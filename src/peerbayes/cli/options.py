@@ -11,7 +11,7 @@ from peerbayes.choices import Engine, Precision
 from peerbayes.errors import InputError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run; without one, start anew.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run; without one, start anew.")]
 Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
 DryRun = Annotated[
@@ -47,7 +47,7 @@ def parse_seeds(text: str) -> list[int]:
     except ValueError:
         raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
     if len(set(found)) < len(found):
-        raise InputError(f"seeds '{text}': a seed stands there twice")
+        raise InputError(f"seeds '{text}': a seed is given twice")
     if min(found) < 0:
         raise InputError(f"seeds '{text}': expected seeds that are 0 or more")
     return found

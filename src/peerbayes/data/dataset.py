@@ -270,7 +270,7 @@ def from_arrays(
 
 def load_judged(given: Any, *, vocabulary: Vocabulary | None = None, size: int | None = None,
                 names: Sequence[str] | None = None) -> Dataset:  # fmt: skip
-    """Return data to judge by: the test split of an object that has one, else all that it holds.
+    """Return data to evaluate by: the test split of an object that has one, else all that it holds.
 
     Args:
         given: as in :func:`load`.

@@ -228,7 +228,7 @@ class Stage(Strict):
 
 
 class Evaluation(Strict):
-    """How the peers are judged.
+    """How the peers are evaluated.
 
     Attributes:
         draws: draws averaged by stochastic posteriors.

@@ -28,7 +28,7 @@ def predict_inputs(
     Args:
         path: a run folder, or a weights file of a run.
         inputs: as `Run.predict` takes them.
-        draws: of each peer; by default as many as the recipe judges with.
+        draws: of each peer; by default as many as the recipe evaluates with.
         calibrated: temper by the temperature that is kept with the weights.
         device: where to predict.
         trust: allow what the run's recipe names as ``package.module:name``.

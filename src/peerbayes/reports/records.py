@@ -40,19 +40,19 @@ def evaluate(
     root: str | Path | None = None,
     trust: bool = False,
 ) -> Record:
-    """Judge every peer of a finished run on its test split, and return the record.
+    """Evaluate every peer of a finished run on its test split, and return the record.
 
     Args:
         run: a run or its folder.
         draws: draws averaged; the recipe's by default.
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
-        corrupted: also judge on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
+        corrupted: also evaluate on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
             the 75 corruptions, in turn), or a folder of the official CIFAR-C arrays.
-        averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
-            are and with batch-norm's statistics estimated anew on the training images.
-        data: what to judge on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split all
-            is judged, unless the run was trained on it. By default what the run has learnt, by name or from memory.
+        averaged: also evaluate the members of rank-one peers as one network, averaged exactly and by factor means, as
+            they are and with batch-norm's statistics estimated anew on the training images.
+        data: what to evaluate on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split
+            all is evaluated, unless the run was trained on it. By default what the run has learnt.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.

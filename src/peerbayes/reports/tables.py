@@ -121,17 +121,17 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
 
 
 def only_corrupted(records: Sequence[Record]) -> list[Record]:
-    """Return the records that were judged on corrupted images, with the figures there in the place of the others."""
+    """Return the records that were evaluated on corrupted images, with the figures there in the place of the others."""
     return _elsewhere(records, lambda judged: judged.get(CORRUPTED))
 
 
 def outside_names(records: Sequence[Record]) -> list[str]:
-    """Return the other data sets that any peer was judged against, in the order in which they come."""
+    """Return the other data sets that any peer was evaluated against, in the order in which they come."""
     return list(dict.fromkeys(name for r in records for peer in r["peers"] for name in peer.get(OUTSIDE, ())))
 
 
 def only_outside(records: Sequence[Record], other: str) -> list[Record]:
-    """Return the records that were judged against another data set, with those figures in the place of the others."""
+    """Return the records that were evaluated against another data set, with its figures in place of the others."""
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
 
 

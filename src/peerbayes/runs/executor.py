@@ -20,8 +20,8 @@ from peerbayes.posteriors.point import Point
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peers, build_teachers
-from peerbayes.runs.execution import How, in_parts, refuse_unknown
 from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
+from peerbayes.runs.how import How, in_parts, refuse_unknown
 from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
 from peerbayes.runs.run import Run, peer_called, peers_at
 from peerbayes.runs.session import Session, train_wave
@@ -69,7 +69,7 @@ def train_jobs(
 
     Args:
         jobs: with a folder each.
-        resume: go on with interrupted runs.
+        resume: resume interrupted runs.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.

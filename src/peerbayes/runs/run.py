@@ -345,7 +345,7 @@ class Run(Mapping[str, Posterior]):
                 or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
                 of another size than was learnt, are resized and their centre cut out, as in evaluation.
             peer: its name; by default the average of all peers' probabilities.
-            draws: of each peer; by default as many as the recipe judges with.
+            draws: of each peer; by default as many as the recipe evaluates with.
             calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
             device: where to predict.
         """

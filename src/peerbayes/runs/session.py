@@ -20,8 +20,8 @@ from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs import checkpoints
-from peerbayes.runs.execution import How
 from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
+from peerbayes.runs.how import How
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
 from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
 from peerbayes.training.learner import Learner

@@ -20,7 +20,7 @@ def fit_temperatures(
 ) -> tuple[dict[str, float], float]:
     """Return the temperature of every peer, and that of all as one: those of least NLL, of averaged probabilities.
 
-    They are fitted to the draws that evaluation judges, so on the validation split they are those of its records.
+    They are fitted to the draws that evaluation takes, so on the validation split they are those of its records.
 
     Args:
         peers: posteriors by name.

@@ -299,7 +299,7 @@ class Learner:
     def _note_movement(self) -> dict[str, dict[str, float]]:
         """Return how far the epoch has moved each peer's groups of parameters; tell of those that it has not moved.
 
-        That is judged where the learning rate is at its full height: in the first epoch after a warm-up.
+        That is evaluated where the learning rate is at its full height: in the first epoch after a warm-up.
         """
         position = self.position
         moved = changes(self._before, sampled(self.state, self.peers), self.peers)

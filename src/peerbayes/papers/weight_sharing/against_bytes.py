@@ -61,8 +61,8 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     """Figures of the test split against the size of the weights file, over seeds; by network and data set.
 
     Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
-    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is judged
-    first.
+    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is
+    evaluated first.
     """
     runs = open_runs(folders, own=False)
     records = {run.folder: _record(run, device, root) for run in runs}
