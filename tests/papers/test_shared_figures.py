@@ -396,7 +396,8 @@ def test_a_legend_says_a_method_and_its_options_in_words_that_tell_lines_apart(t
 
 def test_every_option_of_a_codebook_has_words_of_its_own():
     options = Shared.recipe_options()(kind="shared").model_dump(exclude={"kind", "thrift"})
-    table = options | {"thrifty": True} | {f"merge.{key}": value for key, value in options.pop("merge").items()}
+    merging = {f"merge.{key}": value for key, value in options.pop("merge").items()}
+    table = options | {"thrifty": True} | merging
     others = {key: not value if isinstance(value, bool) else 7 for key, value in table.items()}
     words = [against_bytes._words(key, value) for one in (table, others) for key, value in one.items()]
     assert len(set(words)) == len(words) == 2 * len(table)
