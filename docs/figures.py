@@ -219,6 +219,36 @@ def calibration() -> Figure:
 
 
 @figure
+def guarantees() -> Figure:
+    """Draw coverage and risk over random splits, as `benchmarks/guarantees.py` has measured them."""
+    run = record("guarantees")["runs"][0]
+    drawn, (left, right) = panels(2)
+    sets = {one["method"]: one for one in run["promises"] if "promised coverage" in one and not one["by_class"]}
+    for (method, one), colour in zip(sets.items(), (BLUE, RED, GREEN)):
+        edges = np.linspace(*one["histogram"]["edges"], len(one["histogram"]["counts"]) + 1)
+        left.stairs(one["histogram"]["counts"], 100 * edges, color=colour, label=method.upper(), linewidth=1.2)
+    level, expected = one["promised coverage"], one["expected"]
+    middle = (edges[1:] + edges[:-1]) / 2
+    law = NormalDist(expected["mean"], expected["deviation"])
+    heights = [run["rounds"] * (edges[1] - edges[0]) * law.pdf(x) for x in middle]
+    left.plot(100 * middle, heights, ":", color=GREY, label="expected", linewidth=1)
+    left.axvline(100 * level, color=GREY, linewidth=0.8)
+    left.set(xlabel="coverage of the others, %", ylabel="splits", title=f"promised: {100 * level:g} %")
+    left.legend(loc="upper left")
+    risks = [one for one in run["promises"] if "promised risk" in one]
+    for one, colour in zip(risks, (BLUE, RED)):
+        counts = np.array(one["histogram"]["counts"])
+        edges = 100 * np.linspace(*one["histogram"]["edges"], len(counts) + 1)
+        label = f"promised: {100 * one['promised risk']:g} %, broken in {100 * one['broken']:.1f} %"
+        right.stairs(counts, edges, color=colour, label=label, linewidth=1.2)
+        right.axvline(100 * one["promised risk"], color=colour, linewidth=0.8)
+    right.set(xlabel="wrong answers, %", ylabel="splits", title=f"at most {100 * risks[0]['delta']:g} % may be broken")
+    right.set_ylim(0, 1.35 * right.get_ylim()[1])
+    right.legend(loc="upper right")
+    return drawn
+
+
+@figure
 def early_stopping() -> Figure:
     """Draw how many draws settle a class whose margin over its rival is the same in every draw."""
     from peerbayes.inference.early_stopping import Referee

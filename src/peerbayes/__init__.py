@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.point import Point
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.judging import judge
     from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
@@ -70,6 +71,7 @@ _HOMES = {
     "distill": "api.distilling",
     "evaluate": "reports.records",
     "fit": "api.fitting",
+    "judge": "reports.judging",
     "load": "runs.run",
     "load_recipe": "recipes.recipe",
     "network": "networks.registry",
@@ -117,6 +119,7 @@ __all__ = [
     "evaluate",
     "fit",
     "inference",
+    "judge",
     "load",
     "load_recipe",
     "metrics",

@@ -8,3 +8,4 @@ Precision = Literal["auto", "float32", "bfloat16"]
 Placement = Literal["auto", "device", "stream"]
 Sampler = Literal["grid", "tpe"]
 Objective = Literal["nll", "accuracy", "ece"]  # figures of the validation split
+SetMethod = Literal["lac", "aps", "raps"]  # of prediction sets

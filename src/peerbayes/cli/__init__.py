@@ -15,7 +15,7 @@ import typer
 
 from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
-from peerbayes.cli.look import calibrate, evaluate, figure, predict, recipes, size
+from peerbayes.cli.look import calibrate, evaluate, figure, judge, predict, recipes, size
 from peerbayes.cli.output import say
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
@@ -47,8 +47,8 @@ def _options(
     pass
 
 
-_VERBS = (demo, recipes, train, adopt, distill, compress, evaluate, calibrate, predict, size, sweep, figure, bench)
-for _verb in _VERBS:
+_TRAINING = (demo, recipes, train, adopt, distill, compress)
+for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, size, sweep, figure, bench):
     app.command()(_verb)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from peerbayes.lazy import lazy
 from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
@@ -11,12 +12,15 @@ from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
 
 __all__ = [
+    "Certificate",
+    "CoveragePromise",
     "MeanField",
     "Point",
     "Posterior",
     "Predicate",
     "Provenance",
     "RankOne",
+    "RiskPromise",
     "Weights",
     "conv_and_linear",
 ]

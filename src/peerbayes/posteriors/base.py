@@ -20,6 +20,7 @@ from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
 from peerbayes.networks.registry import Inputs
 from peerbayes.posteriors import storage
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
     Predicate,
@@ -118,6 +119,7 @@ class Posterior(nn.Module):
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
         self.class_names: tuple[str, ...] | None = None
         self.temperature = 1.0  # that predictions are divided by, in logarithms; see `peerbayes.calibrate`
+        self.certificate: Certificate | None = None  # what is promised of predictions at that temperature
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):
@@ -492,10 +494,11 @@ class Posterior(nn.Module):
         carry_over(network, self.network)
 
     def description(self) -> dict[str, Any]:
-        """Return what a file says beside the tensors, as JSON-ready values; a temperature of 1 is left out."""
+        """Return what a file says beside the tensors, as JSON-ready values, without a temperature of 1."""
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
         about["noise"] = format_of(self.seed)
         about |= {} if self.temperature == 1 else {"temperature": float(self.temperature)}
+        about |= {} if self.certificate is None else {"certificate": self.certificate.model_dump(exclude_none=True)}
         return about | describe(self.network)
 
     def state(self) -> dict[str, Tensor]:
@@ -577,6 +580,8 @@ class Posterior(nn.Module):
         temperature = about.get("temperature", 1.0)
         if not isinstance(temperature, float) or not 0 < temperature < math.inf:
             raise InputError(f"{path}: its temperature is {temperature!r}, expected a positive number")
+        certificate = about.get("certificate")
+        promised = None if certificate is None else Certificate.parse(certificate, f"{path}: certificate")
         try:
             posterior = found(network, **found._chosen_in(tensors), **options)
         except InputError as error:
@@ -586,7 +591,7 @@ class Posterior(nn.Module):
         restore(posterior.network, about)
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
-        posterior.temperature = temperature
+        posterior.temperature, posterior.certificate = temperature, promised
         return posterior.eval()  # see `materialise`
 
     @classmethod

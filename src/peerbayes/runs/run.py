@@ -33,6 +33,7 @@ from peerbayes.inference.progress import NOBODY, watcher_now
 from peerbayes.math.noise import seed_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
@@ -89,6 +90,7 @@ class _About(Table):
     seconds: float = 0.0
     threads: Annotated[list[int], Field(min_length=1)] = [1]
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    certificate: Certificate | None = None
 
 
 class _PeerLine(Table):
@@ -185,6 +187,15 @@ class Run(Mapping[str, Posterior]):
         """The temperature of all its peers as one, which is that of its only peer; 1 where none was fitted."""
         (name, *others) = self
         return float(self.about.get("temperature", 1.0)) if others else self[name].temperature
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What is promised of all its peers as one, which is that of its only peer; None where nothing is."""
+        (name, *others) = self
+        about = self.about.get("certificate")
+        if not others:
+            return self[name].certificate
+        return None if about is None else Certificate.parse(about, f"{self.folder / 'run.json'}: certificate")
 
     @property
     def origins(self) -> dict[str, str]:
@@ -339,6 +350,8 @@ class Run(Mapping[str, Posterior]):
         inputs: Any,
         peer: str | None = None,
         *,
+        coverage: float | None = None,
+        risk: float | None = None,
         draws: int | None = None,
         calibrated: bool = True,
         device: str | torch.device = "auto",
@@ -350,11 +363,15 @@ class Run(Mapping[str, Posterior]):
                 or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
                 of another size than was learnt, are resized and their centre cut out, as in evaluation.
             peer: its name; by default the average of all peers' probabilities.
-            draws: of each peer; by default as many as the recipe evaluates with.
+            coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
+            risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
+                promises; `peerbayes.calibrate` makes certificates.
+            draws: of each peer; by default as many as the recipe evaluates with, or the certificate is of.
             calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
             device: where to predict.
         """
-        batches = self.predict_batches(inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
+        batches = self.predict_batches(inputs, peer, coverage=coverage, risk=risk, **how)
         with waiting(quiet=watcher_now.get() is not NOBODY):
             return Prediction.joined(list(batches))
 
@@ -363,6 +380,8 @@ class Run(Mapping[str, Posterior]):
         inputs: Any,
         peer: str | None = None,
         *,
+        coverage: float | None = None,
+        risk: float | None = None,
         draws: int | None = None,
         calibrated: bool = True,
         device: str | torch.device = "auto",
@@ -370,7 +389,8 @@ class Run(Mapping[str, Posterior]):
         """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in."""
         from peerbayes.runs.predicting import predict_batches
 
-        return predict_batches(self, inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
+        return predict_batches(self, inputs, peer, coverage=coverage, risk=risk, **how)
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""
