@@ -30,8 +30,8 @@ from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics import temper
 from peerbayes.recipes.recipe import changes_of, load_recipe
 from peerbayes.reports.records import write_record
-from peerbayes.runs.calibration import certificate_of
 from peerbayes.runs.run import Run
+from peerbayes.runs.temperatures import certificate_of
 
 BINS = 60  # of histograms
 DIGITS = ["data.validation=1000"]  # 297 of the 1797 are left to learn

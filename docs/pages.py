@@ -20,10 +20,12 @@ from pydantic import BaseModel
 
 import peerbayes
 from peerbayes import networks, terms
+from peerbayes.codebook import Sharing
 from peerbayes.data import AUGMENTATIONS, CORRUPTIONS
 from peerbayes.data import names as data_names
+from peerbayes.posteriors import Posterior
+from peerbayes.posteriors.base import KINDS
 from peerbayes.recipes import recipe as recipes
-from peerbayes.recipes import settings
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -153,23 +155,23 @@ def cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", markdown(text))
 
 
-def referred(model: type[BaseModel]) -> Any:
+def referred(model: type[BaseModel]) -> list[Any]:
     """Return the object that a schema's docstring sends the reader to by "see `peerbayes...`", if it does."""
     if not (named := re.search(r"[Ss]ee `peerbayes\.([\w.]+)`", inspect.getdoc(model) or "")):
-        return None
+        return []
     *path, name = f"peerbayes.{named[1]}".split(".")
-    return getattr(importlib.import_module(".".join(path)), name, None)
+    return [getattr(importlib.import_module(".".join(path)), name)]
 
 
 # ---- the recipe reference -------------------------------------------------------------------------------------------
 
 
-def kinds() -> dict[str, tuple[type[BaseModel], Any]]:
-    """Return the kinds of posteriors by name: the schema of each, and what else describes its options."""
+def kinds() -> dict[str, tuple[type[BaseModel], list[Any]]]:
+    """Return the kinds of posteriors by name: the schema of each, and what describes its options."""
     found = {}
-    for model in models_in(settings.Peer.model_fields["posterior"].annotation):
-        (name,) = get_args(model.model_fields["kind"].annotation)
-        found[name] = (model, referred(model))
+    for name in (*KINDS, "shared"):
+        posterior = Posterior.of_kind(name)
+        found[name] = (posterior.recipe_options(), [posterior.option_fields, posterior, Sharing])
     return found
 
 
@@ -222,19 +224,21 @@ def default_of(field: Any) -> str:
     return f"`{value!r}`".replace("'", '"')
 
 
-def table(model: type[BaseModel], prefix: str = "", *, also: Any = None, skip: Iterable[str] = ()) -> str:
+def table(model: type[BaseModel], prefix: str = "", *, also: Iterable[Any] = (), skip: Iterable[str] = ()) -> str:
     """Return a Markdown table of a schema's keys: type, default and what docstrings say of them.
 
     Args:
         model: the schema.
         prefix: what stands before each key.
-        also: another object whose docstring describes the keys.
+        also: other objects whose docstrings describe the keys, the first of them best.
         skip: keys to leave out.
     """
     said: Mapping[str, str] = {}
-    for described in (*reversed(model.__mro__), also):
-        if described is not None and described.__module__.startswith("peerbayes"):
-            said = {**meanings(described), **said} if described is also else {**said, **meanings(described)}
+    for described in reversed(model.__mro__):
+        if described.__module__.startswith("peerbayes"):
+            said = {**said, **meanings(described)}
+    for described in also:
+        said = {**meanings(described), **said}
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if name not in skip:
@@ -279,7 +283,7 @@ def posterior_sections() -> str:
     """Return the sections of the kinds of posteriors."""
     parts = ["### Posteriors", '`posterior = { kind = "...", ... }`; the keys depend on the kind.']
     for kind, (model, also) in kinds().items():
-        parts += [f"#### {kind}", prose(model), table(model, also=also, skip=["kind"])]
+        parts += [f"#### {kind}", prose(also[0]), table(model, also=also, skip=["kind"])]
         for name, field in model.model_fields.items():
             for inner in models_in(field.annotation):
                 parts += [f"`{name}`: {prose(inner)}", table(inner, f"{name}.", also=referred(inner))]
@@ -292,7 +296,7 @@ def term_sections() -> str:
     for name in terms.names():
         term = terms.find(name)
         if term.function.__module__.startswith("peerbayes."):
-            parts += [f"#### {name}", prose(term.function), table(term.schema, f"{name}.", also=term.function)]
+            parts += [f"#### {name}", prose(term.function), table(term.schema, f"{name}.", also=[term.function])]
     return "\n\n".join(parts)
 
 

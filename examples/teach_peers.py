@@ -9,7 +9,7 @@ from pathlib import Path
 import peerbayes as pb
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/examples/teach-peers")
-SHORT = ["stages.0.epochs=3", "stages.1.epochs=2"]  # leave this out for the whole schedule
+SHORT = ["stages.0.epochs=2", "stages.1.epochs=1", "evaluation.draws=10"]  # leave this out for the whole schedule
 
 runs = []
 for recipe in ("mutual/digits-vanilla", "mutual/digits-dml"):  # alone, and by deep mutual learning

@@ -273,7 +273,7 @@ BAD_SETTINGS = {
     ),
     "posterior by name": (
         change("peers.0.posterior=point"),
-        "peers.0.posterior: input should be a valid dictionary, got 'point'",
+        "peers.0.posterior: input should be a table such as {kind = 'mean_field'}, got 'point'",
     ),
     "statistics of colours": (
         change("data.stats=imagenet"),
@@ -307,7 +307,7 @@ BAD_SETTINGS = {
     ),
     "posterior in words": (
         change("peers.0.posterior.kind=bayesian"),
-        "peers.0.posterior: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a weight?",
+        "peers.0.posterior.kind: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a weight?",
     ),
     "unknown posterior": (
         change("peers.0.posterior.kind=meanfield"),
@@ -315,7 +315,7 @@ BAD_SETTINGS = {
     ),
     "bad seeds": (["--seeds", "0,one"], "seeds '0,one': expected whole numbers"),
     "empty seeds": (["--seeds", ""], "seeds '': expected whole numbers"),
-    "seeds twice": (["--seeds", "1,1"], "seeds '1,1': a seed stands there twice"),
+    "seeds twice": (["--seeds", "1,1"], "seeds '1,1': a seed is given twice"),
 }
 
 
@@ -503,7 +503,7 @@ def test_evaluate_tells_runs_apart_and_takes_none_twice(source, place, tmp_path,
     table = called("evaluate", tmp_path, "--device", "cpu")
     assert [line.split("  ")[0] for line in table.splitlines()[1:3]] == ["DNN (one)", "DNN (two)"]
     again = tmp_path / "one" / ".." / "one"
-    assert refused(capsys, "evaluate", tmp_path, again, "--device", "cpu") == f"{again}: stands there twice"
+    assert refused(capsys, "evaluate", tmp_path, again, "--device", "cpu") == f"{again}: is given twice"
 
 
 def test_evaluate_refuses_damaged_weights(trained, tmp_path, capsys):
@@ -739,7 +739,7 @@ def test_a_run_that_fails_does_not_take_the_others_results_with_it(capsys, place
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["mutual/digits-dnn", "mutual/digits-dnn"], "a recipe stands there twice"),
+        (["mutual/digits-dnn", "mutual/digits-dnn"], "a recipe is given twice"),
         (["mutual/digits-dnn", "--seed", "3", "--seeds", "0,1"], "--seed and --seeds exclude each other"),
         (["mutual/digits-dnn", "--seeds", "-1"], "expected seeds that are 0 or more"),
         (["mutual/digits-dnn", "--run", "/dev/null/x"], "/dev/null"),

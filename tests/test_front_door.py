@@ -207,3 +207,14 @@ def test_one_bayesian_run_is_distilled_from_its_means(tmp_path):
         )
         mean = dict(found.named_parameters())
         assert near == any(tensor.abs().max() > 1e-3 for tensor in mean.values())
+
+
+def test_a_network_of_ones_own_gets_the_scales_of_the_recipe(tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (60, 8, 8), dtype=np.uint8)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    run = pb.fit(network, data=from_arrays((images, np.arange(60) % 3)), recipe="bayesian", run=tmp_path / "run",
+                 overrides=["stages.*.epochs=1", "peers.*.posterior.width=0.05", "stages.*.optimizer.lr=1e-4"],
+                 reporter=Recorder(), device="cpu")  # fmt: skip
+    posterior, weight = run["net"], network[1].weight
+    scale = posterior.layout.views(posterior.std)["1.weight"]
+    torch.testing.assert_close(scale.mean(), 0.05 * weight.square().mean().sqrt(), rtol=0.05, atol=0)

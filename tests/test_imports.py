@@ -1,6 +1,7 @@
 """Starting costs nothing, and each room imports only from rooms above it."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import commands
 import peerbayes
 
 ROOT = Path(peerbayes.__file__).parent
 ROOMS = [
     "errors",
+    "choices",
     "lazy",
     "moved",
     "importing",
@@ -70,12 +73,21 @@ def test_help_loads_nothing_heavy():
     assert out.strip().endswith("loaded []")
 
 
-def test_predictions_and_records_draw_nothing():
-    code = (
-        "import peerbayes, peerbayes.reports.predicting, peerbayes.reports.records; peerbayes.evaluate; peerbayes.load"
-    )
-    done = run(f"import sys\n{code}\nprint([m for m in ('matplotlib', 'jinja2') if m in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+def test_predicting_and_evaluating_draw_nothing(verb, tmp_path):
+    commands.called("train", commands.write_small(tmp_path) / "small.toml", "--run", tmp_path / "run",
+                    "--data-root", tmp_path, "--set", "stages.0.epochs=1", *commands.QUIET)  # fmt: skip
+    in_python = {"predict": "run.predict(torch.zeros(2, 1, 8, 8))", "evaluate": "pb.evaluate(run, device='cpu')"}
+    code = f"""
+import torch
+import peerbayes as pb
+run = pb.load({str(tmp_path / "run")!r})
+{in_python[verb]}
+import sys
+print([module for module in ("matplotlib", "jinja2") if module in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
 def test_old_names_of_rooms_work_and_say_where_they_are_now():
@@ -148,6 +160,103 @@ def test_every_public_name_exists():
 def test_public_lists_of_rooms_are_true(room):
     module = importlib.import_module(f"peerbayes.{room}")
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))
+
+
+# ---- how deep the house is ------------------------------------------------------------------------------------------
+
+DEEPEST = 14  # modules that one import may go through, one below another
+
+
+def imported_modules(path):
+    """Return the modules of the package that a module imports when it is imported itself."""
+    modules = {".".join(("peerbayes", *file.relative_to(ROOT).with_suffix("").parts)): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            known = name if name in modules else name.rpartition(".")[0]
+            if known in modules and modules[known] != path:
+                yield modules[known]
+
+
+@functools.cache
+def chain(path):
+    """Return the longest way of imports down from a module."""
+    return (path, *max(map(chain, imported_modules(path)), key=len, default=()))
+
+
+def test_no_chain_of_imports_is_long():
+    longest = max(map(chain, FILES), key=len)
+    assert 10 < len(longest) <= DEEPEST, " > ".join(str(path.relative_to(ROOT)) for path in longest)
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+def owners_of(files):
+    """Return the files that a module's or class's name is of."""
+    owners = {}
+    for path, text in files.items():
+        if path.stem != "__init__":
+            owners.setdefault(path.stem, []).append(path)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(path)
+    return owners
+
+
+def test_no_two_modules_or_classes_have_one_name():
+    owners = owners_of({path: path.read_text() for path in FILES})
+    assert len(owners) > len(FILES)
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
+def test_a_name_of_two_is_seen():
+    files = {Path("a/one.py"): "class Same: pass", Path("b/one.py"): "def f():\n    class Same: pass"}
+    assert {name for name, paths in owners_of(files).items() if len(paths) > 1} == {"one", "Same"}
+
+
+KINDS = {"Point", "MeanField", "RankOne", "Shared"}
+MAY_ASK = ("posteriors", "codebook", "bench")  # the last measures each kind on its own
+KIND_NAMES = {"point", "mean_field", "rank_one", "shared"}
+
+
+def asked_for_kind(text):
+    """Return the lines that ask which kind of posterior something is: by its class, or by the name of the kind."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            named = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node.args[1])}
+            lines += [node.lineno] * bool(named & KINDS)
+        elif isinstance(node, ast.Compare):
+            parts = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+            named = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            words = named | {getattr(part, "id", getattr(part, "attr", "")) for part in parts}
+            lines += [node.lineno] * bool(
+                ("kind" in words and named & KIND_NAMES) or ("type" in words and words & KINDS)
+            )
+        elif isinstance(node, ast.match_case):
+            lines += [node.pattern.lineno] * any(f"'{kind}'" in ast.dump(node.pattern) for kind in KINDS | KIND_NAMES)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.relative_to(ROOT).parts[0] not in MAY_ASK],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_nobody_asks_for_the_kind_of_a_posterior(path):
+    assert asked_for_kind(path.read_text()) == []
+
+
+def test_asking_for_a_kind_is_seen():
+    asking = ["isinstance(a, Point | nn.Module)", "isinstance(a, posteriors.Shared)", "b.kind == 'rank_one'",
+              "kind in ('point', 'mean_field')", "type(a) is MeanField"]  # fmt: skip
+    assert all(asked_for_kind(f"x = {text}") for text in asking)
+    assert asked_for_kind("match a:\n    case RankOne():\n        pass")
+    assert not asked_for_kind("x = isinstance(a, Posterior); y = kind == 'gaussian'; z = Point(net)")
 
 
 # ---- the order of the rooms ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
+from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, load_recipe
@@ -25,8 +26,8 @@ from peerbayes.reports.page import write_report
 from peerbayes.reports.record import Record
 from peerbayes.reports.records import evaluate, write_record
 from peerbayes.reports.tables import ENSEMBLE
-from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import dry_run, execute
+from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, slug
 from peerbayes.showing import aligned
@@ -226,7 +227,7 @@ def adopt(
         widths: of scales, as ``gain`` of `MeanField`.
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
         normalize: how a module expects its images, see `peerbayes.networks.normalised`.
-        corrupted: what else to judge images on, see `peerbayes.evaluate`; None for nothing.
+        corrupted: what else to evaluate images on, see `peerbayes.evaluate`; None for nothing.
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
@@ -312,7 +313,7 @@ def _validation_told(data: Dataset) -> str:
 def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bool], Tensor]:
     """Return −log p of each validation image, by peer and whether a temperature is applied.
 
-    All peers as one are under `ENSEMBLE`. A temperature has not seen the fifth of the images that it is judged on here.
+    The ensemble of all peers is under `ENSEMBLE`. A temperature has not seen the fifth it is evaluated on.
     """
     split = data.validation
     assert split is not None
@@ -328,7 +329,7 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
         for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
             held = fold == number
             tempered[held] = metrics.temper(
-                one[held], metrics.fit_temperature(one[~held], labels[~held], width=metrics.TEMPERATURE_WIDTH)
+                one[held], metrics.fit_temperature(one[~held], labels[~held], width=TEMPERATURE_WIDTH)
             )
         for after, p in ((False, one), (True, tempered)):
             found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()

@@ -17,7 +17,7 @@ _ROOMS = {
         "engine.processes": "joined restarted",
         "runs.executor": "Loaded check_jobs dry_run execute train_jobs",
         "engine.devices": "environment",
-        "runs.execution": "How",
+        "runs.how": "How",
         "recipes.recipe_data": "load_data",
         "training.learner": "Learner",
         "runs.plan": "Job Node Plan parents_of resolve source_weights",
@@ -30,7 +30,7 @@ _ROOMS = {
     "reporting": {
         "papers.catalogue": "write_figure",
         "papers.pipeline": "pipeline_table",
-        "reports.predicting": "predict_inputs prediction_table",
+        "reports.predictions": "predict_inputs prediction_table",
         "reports.record": "Record",
         "reports.records": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",

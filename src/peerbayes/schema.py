@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from peerbayes.errors import InputError, nearest
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class Table(BaseModel):
@@ -65,16 +71,41 @@ class Strict(Table):
         return near if not absent or any(f"'{name}'" in near for name in absent) else nearest("", cls.model_fields)
 
 
-def nested(error: ValidationError, location: str, given: Any) -> PydanticCustomError:
+def fields_of(made: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Return type and default (``...`` for none) of the arguments that a function or class takes by keyword.
+
+    Args:
+        made: whose signature declares them, with bounds in its annotations, such as `PositiveInt`.
+    """
+    hints = get_type_hints(made, include_extras=True)
+    return {
+        name: (hints.get(name, type(one.default)), ... if one.default is one.empty else one.default)
+        for name, one in inspect.signature(made).parameters.items()
+        if name != "self" and one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+    }
+
+
+def fault(sentence: str, key: str) -> PydanticCustomError:
+    """Return the error that a validator of a table raises about one of its keys.
+
+    Args:
+        sentence: what is wrong.
+        key: whose value is at fault.
+    """
+    one = {"type": "value_error", "loc": (key,), "msg": sentence, "input": None}
+    return PydanticCustomError("nested", "{message}", {"message": sentence, "fault": one})
+
+
+def nested(error: ValidationError, location: str | None, given: Any) -> PydanticCustomError:
     """Return the error that a validator raises when a table inside its own fails another schema.
 
     Args:
         error: the other schema's error.
-        location: key of the inner table.
+        location: key of the inner table; None where it is the validated value itself.
         given: the inner table.
     """
     fault = _first_fault(error, given)
-    fault = {**fault, "loc": (location, *fault["loc"])}
+    fault = {**fault, "loc": fault["loc"] if location is None else (location, *fault["loc"])}
     return PydanticCustomError("nested", "{message}", {"message": str(fault["msg"]), "fault": fault})
 
 

@@ -22,7 +22,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, contents, process, refused
 from learners import stopped_at
 from peerbayes import cli, networks
-from peerbayes.api.distilling import save_networks
+from peerbayes.api.distilling import default_recipe, save_networks
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.engine import engines as engine
@@ -1149,3 +1149,15 @@ def test_recipes_have_the_papers_settings(name):
         assert found.factors == ("ones" if latent else "random")
         assert found.predicts == ("average" if latent else "members")
         assert latent or found.spread == 0.5
+
+
+def test_rank_one_teachers_have_a_usual_recipe():
+    # An average of members is one plain network; members that predict by themselves vary.
+    assert default_recipe(["distillation/latentbe"]) == "distillation/latentbe"
+    vary = next(name for name in packaged() if _members_predict(load_recipe(name)))
+    assert default_recipe([vary]) == "distil"
+
+
+def _members_predict(recipe):
+    (peer, *others) = recipe.peers
+    return not others and peer.posterior.kind == "rank_one" and peer.posterior.predicts == "members"

@@ -27,7 +27,8 @@ from peerbayes.data import (
     names,
     to_unit,
 )
-from peerbayes.data.datasets.corpora import Texts, read_corpus
+from peerbayes.data.datasets.corpora import read_corpus
+from peerbayes.data.datasets.sources import Texts
 from peerbayes.data.vocabulary import ALPHABET, hashed, read_vectors
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address

@@ -14,7 +14,7 @@ import peerbayes as pb
 from codebooks import book
 from codebooks import net as shared_net
 from peerbayes.errors import InputError
-from peerbayes.exporting import formats
+from peerbayes.exporting import program_files
 from peerbayes.exporting.checking import forked_noise, noise_of
 from peerbayes.inference.prediction import entropy_of
 from peerbayes.math.noise import Seed1
@@ -214,9 +214,9 @@ def test_torch_export_runs_without_peerbayes(tmp_path, seeded):
     )
     without(("peerbayes",), code, done.folder)
     assert differs(torch.load(done.folder / "out.pt"), posterior.predict(IMAGES, 6)) < 2e-6
-    said = {formats.ABOUT: ""}
+    said = {program_files.ABOUT: ""}
     found = torch.export.load(done.file, extra_files=said)
-    assert json.loads(said[formats.ABOUT])["noise"] == "seed"
+    assert json.loads(said[program_files.ABOUT])["noise"] == "seed"
     assert not any("anchor" in name or "inverse" in name for name in found.state_dict | dict(found.constants))
     assert done.error < 1e-5
 
@@ -224,9 +224,9 @@ def test_torch_export_runs_without_peerbayes(tmp_path, seeded):
 @pytest.mark.parametrize("to", ["onnx", "torch"])
 def test_a_program_that_differs_is_refused_and_not_there(tmp_path, monkeypatch, to):
     run = f"run_{to}"
-    real = getattr(formats, run)
+    real = getattr(program_files, run)
     for wrong in (2e-4, math.nan):
-        monkeypatch.setattr(formats, run, lambda path, feeds: [one + wrong for one in real(path, feeds)])  # noqa: B023
+        monkeypatch.setattr(program_files, run, lambda path, feeds: [one + wrong for one in real(path, feeds)])  # noqa: B023
         with pytest.raises(InputError, match=r"differ from peerbayes's own by .*expected at most 1e-04"):
             pb.export(pb.Point(conv_net()), to=to, out=tmp_path / "made", shape=SHAPE)
         assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from mapie.risk_control.methods import compute_hoeffding_bentkus_p_value
 from sklearn.base import BaseEstimator, ClassifierMixin
 
 from peerbayes.errors import InputError
-from peerbayes.math.guarantees import (
+from peerbayes.math.conformal import (
     answered_from,
     answers_for_risk,
     conformal_scores,

@@ -160,13 +160,14 @@ def test_a_prior_keeps_the_temperature_of_few_rows_near_one(count):
         alone = fit_temperature(logits, truth)
         found = fit_temperature(logits, truth, width=0.5)
         loss = lambda s: count * nll_from_log(temper(logits, math.exp(s)), truth) + s**2 / (2 * 0.5**2)  # noqa: B023
-        oracle = optimize.minimize_scalar(loss, bounds=(-4, 4), method="bounded", options={"xatol": 1e-9})
+        lowest, highest = math.log(0.01), math.log(100)
+        oracle = optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-9})
         assert found == pytest.approx(math.exp(oracle.x), rel=1e-4)
-        assert abs(math.log(found)) < abs(math.log(alone))
+        assert abs(math.log(found)) <= abs(math.log(alone))
         if count == 20_000 and truth is labels:
             assert found == pytest.approx(alone, rel=2e-3)
     assert alone == 0.01
-    assert found > 0.05
+    assert found > 0.05 or count == 20_000
 
 
 def test_temperature_search_accepts_probability_zero_except_for_a_label():

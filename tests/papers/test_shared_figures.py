@@ -22,7 +22,6 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.papers import catalogue
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import MeanField, Point
-from peerbayes.recipes import settings
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.reports import groups, weights
@@ -396,8 +395,9 @@ def test_a_legend_says_a_method_and_its_options_in_words_that_tell_lines_apart(t
 
 
 def test_every_option_of_a_codebook_has_words_of_its_own():
-    table = settings.SharedOptions(kind="shared").model_dump(exclude={"kind", "thrift", "merge"}) | {"thrifty": True}
-    table |= {f"merge.{key}": value for key, value in settings.Merge().model_dump().items()}
+    options = Shared.recipe_options()(kind="shared").model_dump(exclude={"kind", "thrift"})
+    merging = {f"merge.{key}": value for key, value in options.pop("merge").items()}
+    table = options | {"thrifty": True} | merging
     others = {key: not value if isinstance(value, bool) else 7 for key, value in table.items()}
     words = [against_bytes._words(key, value) for one in (table, others) for key, value in one.items()]
     assert len(set(words)) == len(words) == 2 * len(table)

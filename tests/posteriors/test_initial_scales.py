@@ -17,7 +17,6 @@ from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField
 from peerbayes.posteriors.parameters import conv_and_linear, weight_layers
 from peerbayes.recipes.recipe import Recipe
-from peerbayes.recipes.settings import MeanFieldOptions
 from peerbayes.training.learner import Learner
 
 
@@ -230,14 +229,14 @@ def test_few_bayesian_weights_are_told_of():
 
 @pytest.mark.filterwarnings("ignore:Texts. 669 of 7,366 trainable weights are Bayesian")
 def test_recipes_keep_their_choice_and_their_scales():
-    plain = MeanFieldOptions(kind="mean_field").arguments()
+    plain = MeanField.recipe_options()(kind="mean_field").arguments()
     assert plain["bayesian"] is conv_and_linear
     assert plain["rho"] == -3.0
-    wide = MeanFieldOptions(kind="mean_field", width=0.1, bayesian="layers").arguments()
+    wide = MeanField.recipe_options()(kind="mean_field", width=0.1, bayesian="layers").arguments()
     assert (wide["rho"], wide["width"], wide["bayesian"]) == (None, 0.1, None)
     assert MeanField(Texts(), **plain).layout.shapes.keys() < MeanField(Texts(), **wide).layout.shapes.keys()
     with pytest.raises(ValueError, match="gain and width are given"):
-        MeanFieldOptions(kind="mean_field", gain=0.1, width=0.1)
+        MeanField.recipe_options()(kind="mean_field", gain=0.1, width=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:Texts. 669 of 7,366 trainable weights are Bayesian")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from peerbayes import networks
 from peerbayes.codebook.build import Sharing
 from peerbayes.codebook.merging import merge
-from peerbayes.codebook.shared import Shared
+from peerbayes.data import TextOptions
 from peerbayes.errors import InputError
-from peerbayes.posteriors import MeanField, RankOne
+from peerbayes.posteriors import Posterior
 from peerbayes.recipes import recipe as recipe_file
 from peerbayes.recipes import settings as tables
 from peerbayes.recipes.recipe import Recipe, changes_of, load_recipe, packaged
@@ -175,24 +175,30 @@ def test_ours_has_the_papers_settings():
     assert [peer.start_from for peer in recipe.peers] == [None, "mutual/cifar100-resnet20-dnn"]
 
 
-@pytest.mark.parametrize(
-    ("table", "made"),
-    [
-        (tables.MeanFieldOptions, MeanField),
-        (tables.RankOneOptions, RankOne),
-        (tables.SharedOptions, Shared),
-        (tables.SharedOptions, Sharing),
-        (tables.Merge, merge),
-    ],
-)
-def test_a_recipe_and_python_have_the_same_defaults(table, made):
-    parameters = inspect.signature(made).parameters.values()
-    python = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "merge"}
-    if made is MeanField:
-        del python["rho"]  # recipes keep the scales that they have always had
-    both = {name: field.default for name, field in table.model_fields.items() if name in python}
-    assert len(both) > 4
-    assert both == {name: python[name] for name in both}
+DIFFERENT = {  # options of recipes that constructors do not have, or have with another default
+    "point": set(),
+    "mean_field": {"rho"},  # recipes keep the scales that they have always had
+    "rank_one": set(),
+    "shared": {"merge", "merge_every_epoch"},
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_options_of_posteriors_are_arguments_of_their_constructors(kind):
+    made = Posterior.of_kind(kind)
+    declared = [*inspect.signature(made).parameters.values(), *inspect.signature(Sharing).parameters.values()]
+    python = {one.name: one.default for one in declared}
+    fields = {name: one for name, one in made.recipe_options().model_fields.items() if name != "kind"}
+    assert {name for name, one in fields.items() if python.get(name, ...) != one.default} == DIFFERENT[kind]
+
+
+def test_options_of_merging_and_of_texts_are_those_of_python():
+    merging = Posterior.of_kind("shared").recipe_options().model_fields["merge"].default
+    for table, made in ((type(merging), merge), (tables.Text, TextOptions)):
+        python = {one.name: one.default for one in inspect.signature(made).parameters.values()}
+        fields = {name: one.default for name, one in table.model_fields.items()}
+        assert fields == {name: python[name] for name in fields}
+        assert python.keys() - fields.keys() <= {"components", "gradient", "spread"}
 
 
 def refused(tmp_path, change):

@@ -17,8 +17,8 @@ from peerbayes.engine.processes import World
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.runs.execution import How
 from peerbayes.runs.executor import train_jobs
+from peerbayes.runs.how import How
 from peerbayes.runs.plan import Job, Node
 from peerbayes.runs.run import default_folder
 from peerbayes.runs.session import train_wave

@@ -13,12 +13,12 @@ from peerbayes.data.splits import Split
 from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.guarantees import Promises
-from peerbayes.math.guarantees import Method
+from peerbayes.math.conformal import Method
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.runs.calibration import certify, fit_temperatures, keep_temperature
 from peerbayes.runs.folder import lock
 from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
+from peerbayes.runs.temperatures import certify, fit_temperatures, keep_temperature
 
 DRAWS = 50  # of a posterior that was not loaded from a run
 
@@ -90,13 +90,24 @@ def calibrate(
         delta: chance that the risk is larger all the same.
         method: of the sets: ``lac`` (the smallest), ``aps`` or ``raps`` (never empty).
         by_class: promise coverage for every true class, and risk for every class that is answered, all at once.
-        draws: draws averaged; by default as many as the run's recipe judges with.
+        draws: draws averaged; by default as many as the run's recipe evaluates with.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
 
     Returns:
         The run, opened if it was a folder, or the posterior.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> found = pb.calibrate(run, device="cpu")
+        >>> run["net"].temperature > 0
+        True
+        >>> folder.cleanup()
     """
     where = pick_device(device)
     promises = Promises(coverage, risk, delta, method, by_class)
@@ -135,7 +146,13 @@ def calibrate(
 
 
 def keep_together(run: Run, temperature: float, certificate: Certificate | None = None) -> None:
-    """Write temperature and certificate of all peers as one; posteriors that the run has loaded stay its own."""
+    """Write temperature and certificate of all peers as one; posteriors that the run has loaded stay its own.
+
+    Args:
+        run: whose peers they are.
+        temperature: of the average of their predictions.
+        certificate: of what that average promises, if anything.
+    """
     path = run.folder / "run.json"
     told: dict[str, Any] = {"temperature": temperature}
     told |= {} if certificate is None else {"certificate": certificate.model_dump(exclude_none=True)}

@@ -12,9 +12,9 @@ from peerbayes.api.fitting import check_finite, set_data
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, change, listed, load_recipe
-from peerbayes.recipes.settings import CUSTOM, MeanFieldOptions, SharedOptions
-from peerbayes.runs.execution import How, refuse_unknown
+from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.executor import execute
+from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
 from peerbayes.training.reporters import Reporter
@@ -48,7 +48,7 @@ def compress(
         first: recipe that gives a network scales.
         seed: seed of everything random.
         overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
     """
@@ -97,7 +97,8 @@ def compression(
     weights = weights_of(run)
     folder = folder or _beside(weights.parent)
     _check_recipes(load_recipe(into, changes), load_recipe(first))
-    kind = Posterior.of_kind(kind_of(weights))
+    trained, (name, *_) = peers_at(weights)
+    kind = trained.recipe.peer(name).posterior.posterior_class
     if kind.made_of_posterior:
         raise InputError(f"{weights}: its weights share a codebook already; compress the run that it was made of")
     if kind.shareable:
@@ -180,9 +181,9 @@ def _of_ones_own(run: Run) -> Posterior | None:
 
 def _check_recipes(recipe: Recipe, first: Recipe) -> None:
     """Refuse what is no recipe of shared weights, and what gives no scales."""
-    if len(recipe.peers) != 1 or not isinstance(recipe.peers[0].posterior, SharedOptions):
+    if len(recipe.peers) != 1 or not recipe.peers[0].posterior.posterior_class.made_of_posterior:
         raise InputError(f"recipe {recipe.name}: expected one peer, whose weights are shared")
-    if len(first.peers) != 1 or not isinstance(first.peers[0].posterior, MeanFieldOptions):
+    if len(first.peers) != 1 or not first.peers[0].posterior.posterior_class.shareable:
         raise InputError(f"recipe {first.name}: expected one peer with a mean_field posterior")
 
 
@@ -199,7 +200,7 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
     if len(base.peers) != 1:
         raise InputError(f"recipe {recipe}: expected one peer, which starts from the run")
     run, (name, *_) = peers_at(source)
-    if next(peer.network for peer in run.recipe.peers if peer.name == name) == CUSTOM:
+    if run.recipe.peer(name).network == CUSTOM:
         raise InputError(
             f"{run.folder}: peer '{name}' has a network of your own; open the run from Python, and give "
             f"peerbayes.compress its posterior"
@@ -207,7 +208,7 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
     table = base.model_dump(exclude_none=True)
     table["data"] = run.recipe.data.model_dump(exclude_none=True)
     table["peers"][0] |= {
-        "network": next(peer.network for peer in run.recipe.peers if peer.name == name),
+        "network": run.recipe.peer(name).network,
         "start_from": str((start or source).resolve()),
     }
     for one in changes:
@@ -223,9 +224,3 @@ def weights_of(path: Path) -> Path:
     if not run.finished:
         raise InputError(run.unfinished)
     return run.weights_file(names[0])
-
-
-def kind_of(weights: Path) -> str:
-    """Return the kind of posterior that a weights file of a run holds, by its recipe."""
-    run, (name, *_) = peers_at(weights)
-    return next(peer.posterior.kind for peer in run.recipe.peers if peer.name == name)

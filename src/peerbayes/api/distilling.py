@@ -14,13 +14,10 @@ from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import describe
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.mean_field import MeanField
-from peerbayes.posteriors.point import Point
-from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import Peer
-from peerbayes.runs.execution import refuse_unknown
+from peerbayes.runs.how import refuse_unknown
 from peerbayes.runs.plan import TEACHERS, check_seed
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
 
@@ -51,6 +48,18 @@ def distill(
             average (``distillation/latentbe``); that of a single Bayesian one starts from its means (``distil``).
         overrides: changes of the recipe, such as ``"stages.0.epochs=20"``.
         how: what `fit` takes besides.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> student = pb.distill([run], into=run.network("net"), recipe="distil", run=f"{folder.name}/student",
+        ...                      overrides=short[1:], device="cpu")
+        >>> student.training
+        False
+        >>> folder.cleanup()
     """
     refuse_unknown(how, distill, fit)
     check_seed(how.get("seed", 0))
@@ -81,19 +90,14 @@ def distill(
             data = load_data(chosen, how.get("root"), words)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
-    kind = chosen.peers[0].posterior
-    options = {name: value for name, value in kind.arguments().items() if name != "members"}
-    if kind.kind == "rank_one":
-        draws = chosen.teachers.draws
-        members = kind.members or sum(draws if teacher.stochastic else 1 for teacher in found)
-        student: Posterior = RankOne(into, members, seed=how.get("seed", 0), name="student", **options)
-    elif kind.kind == "mean_field":
-        student = MeanField(into, seed=how.get("seed", 0), name="student", **options)
-    elif kind.kind == "point":
-        begins = chosen.peers[0].start_from == TEACHERS and _alike(found[0], into)
-        student = Point(into, start_from=found[0] if begins else None)
-    else:
+    (peer,) = chosen.peers
+    kind, options = peer.posterior.posterior_class, peer.posterior.arguments()
+    if kind.made_of_posterior:
         raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
+    if options.get("members") == 0:  # one for each teacher
+        options["members"] = sum(chosen.teachers.draws if teacher.stochastic else 1 for teacher in found)
+    start = found[0] if peer.start_from == TEACHERS and _alike(found[0], into) else None
+    student = kind(into, start_from=start, seed=how.get("seed", 0), name="student", **options)
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
     device = own if own.type != "cpu" else found[0].device  # `fit` moves it, where another one is asked for
@@ -115,7 +119,7 @@ def _alike(teacher: Posterior, network: nn.Module) -> bool:
 def default_recipe(runs: Sequence[str | Path]) -> str:
     """Return the recipe that distils runs, or recipes, if no other is asked for."""
     peers = [peer for run in map(str, runs) for peer in _peers_of(run)]
-    return _recipe_for(len(peers), any(Posterior.of_kind(one.posterior.kind).stochastic for one in peers))
+    return _recipe_for(len(peers), any(peer.posterior.varies() for peer in peers))
 
 
 def _peers_of(run: str) -> list[Peer]:
@@ -150,7 +154,13 @@ def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
 
 
 def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:
-    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt."""
+    """Return a recipe with these runs (or recipes) as its teachers, and the data that the first of them has learnt.
+
+    Args:
+        into: the student's recipe.
+        runs: what teaches: run folders, weights files or recipes.
+        changes: of the recipe.
+    """
     base = load_recipe(into)
     if base.teachers is None:
         raise InputError(f"recipe {into}: has no [teachers] table, so nobody would learn from the runs")
@@ -171,11 +181,11 @@ def save_networks(run: Run) -> list[Path]:
     """Write each peer that predicts with one network as a plain state dict, beside its posterior; return the files."""
     written = []
     for name in run:
-        if run[name].stochastic:  # its mean weights are not what was judged
+        if run[name].stochastic:  # its mean weights are not what was evaluated
             continue
         path = run.folder / f"network-{name}.safetensors"
         state = {key: tensor.contiguous() for key, tensor in run[name].materialise().state_dict().items()}
-        about: dict[str, Any] = {"network": next(p.network for p in run.recipe.peers if p.name == name)}
+        about: dict[str, Any] = {"network": run.recipe.peer(name).network}
         storage.write(path, state, about | describe(run[name].network))
         written.append(path)
     return written

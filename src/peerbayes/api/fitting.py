@@ -17,8 +17,8 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
 from peerbayes.recipes.recipe_data import fitted_to, load_data
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import execute, train_jobs
+from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, trained_into
 from peerbayes.training.reporters import Reporter
@@ -45,9 +45,19 @@ def train(
         data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> run.finished, list(run)
+        (True, ['net'])
+        >>> folder.cleanup()
     """
     refuse_unknown(how, train)
     job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
@@ -83,9 +93,22 @@ def fit(
             `peerbayes.networks.normalised`.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
-        resume: go on with an interrupted run.
+        resume: resume an interrupted run.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         how: see `How`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> from torch import nn
+        >>> network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        >>> run = pb.fit({"net": pb.Point(network)}, data="digits", recipe="plain", run=f"{folder.name}/run",
+        ...              overrides=short[1:], device="cpu")
+        >>> run["net"].predict(run.data().test.images[:2]).probabilities.shape
+        torch.Size([2, 10])
+        >>> folder.cleanup()
     """
     refuse_unknown(how, fit)
     check_seed(seed)
@@ -200,8 +223,8 @@ def _made_over(network: nn.Module, job: Job) -> dict[str, Posterior]:
     """Return a recipe's peers over a network."""
     made = {}
     for peer in job.recipe.peers:
-        options = peer.posterior.model_dump(exclude={"kind"})
-        made[peer.name] = Posterior.of_kind(peer.posterior.kind)(network, seed=job.seed, name=peer.name, **options)
+        kind, options = peer.posterior.posterior_class, peer.posterior.arguments()
+        made[peer.name] = kind(network, seed=job.seed, name=peer.name, **options)
     return made
 
 
@@ -214,7 +237,12 @@ def check_teacher_overrides(overrides: Sequence[str]) -> None:
 
 
 def check_finite(posterior: Posterior, who: str) -> None:
-    """Refuse weights and scales that are not finite; buffers may be so."""
+    """Refuse weights and scales that are not finite; buffers may be so.
+
+    Args:
+        posterior: whose tensors are looked at.
+        who: begins the error.
+    """
     for name, tensor in posterior.state().items():
         if not name.startswith("network/") and not bool(tensor.isfinite().all()):
             raise InputError(f"{who}: tensor '{name}' holds values that are not finite")

@@ -21,10 +21,10 @@ from peerbayes.bench import students, theirs
 from peerbayes.bench.codebooks import FIELD, LEARNING, VIT, SharedWeights
 from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of, needed
 from peerbayes.bench.timing import Bench, Measured, sentence
-from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, Workload
+from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, THEIRS, Workload
+from peerbayes.choices import EngineName
 from peerbayes.codebook.shared import SAMPLINGS
 from peerbayes.engine.devices import environment, pick_device
-from peerbayes.engine.engines import Name
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe_data import network_inputs
@@ -38,7 +38,9 @@ def measurements(bench: Bench) -> list[Measurement]:
     """Return what is to be timed, the headlines first."""
     plan, planned = bench.plan, list[Measurement]()
 
-    def epochs(key: str, method: str, steps: int, engine: Name = plan.engine, count: int = 1, **options: Any) -> None:
+    def epochs(
+        key: str, method: str, steps: int, engine: EngineName = plan.engine, count: int = 1, **options: Any
+    ) -> None:
         gpu = engine == "compiled" or count > 1
         planned.append(
             ((key,), gpu, lambda: bench.epochs(steps, engine, {key: bench.recipe(method, **options)}, count))
@@ -60,7 +62,7 @@ def measurements(bench: Bench) -> list[Measurement]:
     epochs("pair_epoch_s", "ours", plan.steps)
     epochs("packed3_epoch_s", "ours", plan.steps, count=PACKED)
     planned.append((RATIOS["bayesian_over_deterministic"], False, point_and_bayesian))
-    planned.append((("single_step_ms", *theirs.THEIRS), False, partial(theirs.steps, bench)))
+    planned.append((("single_step_ms", *THEIRS), False, partial(theirs.steps, bench)))
     images = PREDICTED / plan.predicted
     whole = plan.predicted, plan.draws, images * DRAWS / plan.draws
     predictions("predict_50x10k_s", *whole)

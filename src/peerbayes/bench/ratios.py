@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from peerbayes.bench.theirs import THEIRS
 from peerbayes.bench.timing import Measured
-from peerbayes.bench.workload import DRAWS, EPOCH, PACKED, PREDICTED
+from peerbayes.bench.workload import DRAWS, EPOCH, PACKED, PREDICTED, THEIRS
 from peerbayes.errors import InputError, nearest
 
 NEEDS_GPU = "needs a CUDA device"
@@ -27,7 +26,7 @@ for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
     RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
     RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
 SOURCES = {  # what derived figures are computed from
-    "bayesian_torch_step_ms": tuple(THEIRS),
+    "bayesian_torch_step_ms": THEIRS,
     "packed_network_step_ms": ("packed3_epoch_s",),
     **RATIOS,
     "predict_rate": ("predict_50x10k_s",),

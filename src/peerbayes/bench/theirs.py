@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from peerbayes import networks
 from peerbayes.bench.timing import Bench, Cohorts, Measured, sentence
+from peerbayes.bench.workload import THEIRS
 from peerbayes.recipes.recipe_data import network_inputs
-
-THEIRS = {"bayesian_torch_float32_step_ms": None, "bayesian_torch_bfloat16_step_ms": torch.bfloat16}
 
 
 def steps(bench: Bench) -> Measured:
@@ -21,7 +20,7 @@ def steps(bench: Bench) -> Measured:
     count, ours = bench.plan.some, Cohorts(bench, bench.recipe("dml", 1, terms="likelihood kl"), bench.plan.engine)
     ways: dict[str, Callable[[int], None]] = {"single_step_ms": ours.step}
     about: Measured = {"single_step_ms": {"setup_s": ours.setup_s, "images": "gathered and augmented"}}
-    for key, precision in THEIRS.items():
+    for key, precision in ((THEIRS[0], None), (THEIRS[1], torch.bfloat16)):
         try:
             step = _their_steps(bench, precision)
             setup = bench.seconds(partial(step, bench.plan.warm_up))

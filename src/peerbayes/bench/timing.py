@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from peerbayes.bench.workload import EPOCH, Workload
+from peerbayes.choices import EngineName
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import ArraySplit
-from peerbayes.engine.engines import Name
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError
 from peerbayes.inference import prediction
@@ -53,7 +53,7 @@ class Cohorts:
         self,
         bench: Bench,
         recipe: Recipe,
-        engine: Name,
+        engine: EngineName,
         count: int = 1,
         teachers: Teachers | None = None,
         peer: Posterior | None = None,
@@ -179,7 +179,7 @@ class Bench:
         table["data"]["batch_size"] = self.plan.batch
         return Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
 
-    def epochs(self, steps: int, engine: Name, recipes: Mapping[str, Recipe], count: int = 1) -> Measured:
+    def epochs(self, steps: int, engine: EngineName, recipes: Mapping[str, Recipe], count: int = 1) -> Measured:
         """Time epochs of cohorts by key, in turn, with their memory on a GPU.
 
         Args:

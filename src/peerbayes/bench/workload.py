@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from peerbayes.engine.engines import Name
+    from peerbayes.choices import EngineName
 
 
+THEIRS = ("bayesian_torch_float32_step_ms", "bayesian_torch_bfloat16_step_ms")  # figures of bayesian-torch
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side
 
 
@@ -16,7 +17,7 @@ EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and dr
 class Workload:
     """Amount that is timed; an epoch is scaled from ``steps`` of a pair, ``some`` (growth) or ``few`` (slow)."""
 
-    engine: Name = "captured"
+    engine: EngineName = "captured"
     precision: str = "bfloat16"
     images: int = EPOCH
     batch: int = 128

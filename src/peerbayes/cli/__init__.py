@@ -16,8 +16,8 @@ import typer
 from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
 from peerbayes.cli.look import calibrate, evaluate, figure, judge, predict, recipes, size
+from peerbayes.cli.output import say
 from peerbayes.cli.ship import export
-from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
 from peerbayes.training.interruption import handled, stop

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -16,9 +16,7 @@ from peerbayes.cli.options import (
     DataRoot,
     Device,
     DryRun,
-    Engine,
     Json,
-    Precision,
     PrecisionAsInTrain,
     Quiet,
     Resume,
@@ -27,7 +25,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge_run, reporter, say, show, show_plan
+from peerbayes.cli.output import judge_run, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -37,29 +35,6 @@ if TYPE_CHECKING:
 
 
 DATA_HELP = "An image folder, texts (.csv, .json), an .npz file, or the name of a data set."
-
-
-class Placement(enum.Enum):
-    """Placements by name."""
-
-    auto = "auto"
-    device = "device"
-    stream = "stream"
-
-
-class Sampler(enum.Enum):
-    """Samplers by name."""
-
-    grid = "grid"
-    tpe = "tpe"
-
-
-class Objective(enum.Enum):
-    """Figures of the validation split by name."""
-
-    nll = "nll"
-    accuracy = "accuracy"
-    ece = "ece"
 
 
 def train(
@@ -93,13 +68,13 @@ def train(
     checkpoint_every: CheckpointEvery = None,
     engine: Annotated[
         Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
-    ] = Engine.auto,
+    ] = "auto",
     precision: Annotated[
         Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
-    ] = Precision.auto,
+    ] = "auto",
     placement: Annotated[
         Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
-    ] = Placement.auto,
+    ] = "auto",
     pack: Annotated[
         int | None,
         typer.Option(min=1, help="Most runs side by side.", show_default="all on a GPU, 1 on a CPU"),
@@ -111,7 +86,7 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train recipes, or on --data the default one, into run folders; then judge them on the test split.
+    """Train recipes, or on --data the default one, into run folders; then evaluate them on the test split.
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
@@ -125,7 +100,7 @@ def train(
         )
     recipes = recipes or []
     if len(set(recipes)) < len(recipes):
-        raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
+        raise InputError(f"train {' '.join(recipes)}: a recipe is given twice")
     if seeds is not None and seed:
         raise InputError("--seed and --seeds exclude each other")
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
@@ -148,9 +123,9 @@ def train(
         dry_run,
         device=device,
         root=data_root,
-        engine=engine.value,
-        precision=precision.value,
-        placement=placement.value,
+        engine=engine,
+        precision=precision,
+        placement=placement,
         checkpoint_every=checkpoint_every,
         pack=pack,
         synchronise=synchronise,
@@ -164,7 +139,7 @@ def _train_and_show(
     from peerbayes.engine.processes import joined, restarted
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
-    from peerbayes.runs.execution import How
+    from peerbayes.runs.how import How
     from peerbayes.runs.plan import resolve
 
     if dry_run:
@@ -178,7 +153,7 @@ def _train_and_show(
                 shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
         runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         first = world.is_first
-    # The other processes are done: judging may take longer than they would wait.
+    # The other processes are done: evaluating may take longer than they would wait.
     if not first:
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
@@ -215,7 +190,7 @@ def adopt(
         bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
     ] = False,
     corrupted: Annotated[
-        str, typer.Option(help="Judge images corrupted, too: mixed, made (75 times as many), a folder, or none.")
+        str, typer.Option(help="Evaluate images corrupted, too: mixed, made (75 times as many), a folder, or none.")
     ] = "mixed",
     seed: Seed = 0,
     resume: Resume = False,
@@ -224,16 +199,16 @@ def adopt(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
     from peerbayes import adopting
-    from peerbayes.runs.execution import How
+    from peerbayes.runs.how import How
 
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     settings: dict[str, Any] = {
         "name": network,
@@ -280,8 +255,8 @@ def distill(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -295,7 +270,7 @@ def distill(
     into = into or default_recipe(runs)
     recipe = recipe_into(into, runs, changes)
     job = Job(recipe, run or default_folder(into, seed), seed)
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
         for path in save_networks(done):
@@ -319,8 +294,8 @@ def compress(
     device: Device = "auto",
     data_root: DataRoot = None,
     checkpoint_every: CheckpointEvery = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -330,7 +305,7 @@ def compress(
 
     trust_runs(trust)
     job = compression(run, into, first, changes, out, seed)
-    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine.value, "precision": precision.value}
+    how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how["checkpoint_every"] = checkpoint_every
     _train_and_show([job], False, as_json, quiet, resume, dry_run, **how)
 
@@ -353,10 +328,10 @@ def sweep(
     trials: Annotated[
         int | None, typer.Option(min=1, help="Settings that tpe tries, over all machines.", show_default="20")
     ] = None,
-    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = Objective.nll,
+    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = "nll",
     validation: Annotated[
         float | None,
-        typer.Option(min=0, help="Training images (or fraction) to judge on.", show_default="the recipe's, or 0.1"),
+        typer.Option(min=0, help="Training images (or fraction) to evaluate on.", show_default="the recipe's, or 0.1"),
     ] = None,
     storage: Annotated[
         str | None,
@@ -369,8 +344,8 @@ def sweep(
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    engine: AsInTrain = Engine.auto,
-    precision: PrecisionAsInTrain = Precision.auto,
+    engine: AsInTrain = "auto",
+    precision: PrecisionAsInTrain = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -383,9 +358,9 @@ def sweep(
         over,
         seeds=parse_seeds(seeds),
         changes=changes,
-        sampler=None if sampler is None else sampler.value,
+        sampler=sampler,
         trials=trials,
-        objective=objective.value,
+        objective=objective,
         validation=validation,
         storage=storage,
         study=study,
@@ -393,8 +368,8 @@ def sweep(
         pack=pack,
         device=device,
         root=data_root,
-        engine=engine.value,
-        precision=precision.value,
+        engine=engine,
+        precision=precision,
         reporter=reporter(quiet),
     )
     if as_json:

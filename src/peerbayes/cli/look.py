@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import csv
-import enum
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from peerbayes.choices import SetMethod
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.showing import judge_run, say, show, waiting
+from peerbayes.cli.output import judge_run, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
-
-
-class Form(enum.Enum):
-    """How predictions are printed."""
-
-    table = "table"
-    csv = "csv"
-    jsonl = "jsonl"
-
-
-class SetMethod(enum.Enum):
-    """How sets are made."""
-
-    lac = "lac"
-    aps = "aps"
-    raps = "raps"
 
 
 def recipes(
@@ -93,7 +77,7 @@ def evaluate(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Judge trained runs on their test split; a table over seeds with error bars.
+    """Evaluate trained runs on their test split; a table over seeds with error bars.
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
@@ -106,7 +90,7 @@ def evaluate(
     folders = [folder for given in runs for folder in find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
-            raise InputError(f"{folder}: stands there twice")
+            raise InputError(f"{folder}: is given twice")
     how: dict[str, Any] = {
         "draws": draws,
         "settle": settle,
@@ -115,7 +99,7 @@ def evaluate(
     }
     loaded, records = Loaded(data_root), []
     opened = [Run(folder) for folder in folders]
-    if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
+    if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
         records.append(judge_run(run, device, loaded, averaged=averaged, **how))
@@ -171,7 +155,7 @@ def calibrate(
     delta: Annotated[float, typer.Option(help="Chance that the risk is larger all the same.")] = 0.1,
     method: Annotated[
         SetMethod, typer.Option(help="Sets: lac has the smallest, aps and raps leave none empty.")
-    ] = SetMethod.lac,
+    ] = "lac",
     by_class: Annotated[
         bool, typer.Option("--by-class", help="Promise both for every class, which takes more images.")
     ] = False,
@@ -198,7 +182,7 @@ def calibrate(
     records: list[dict[str, Any]] = []
     told: list[str] = []
     promises: dict[str, Any] = {"coverage": coverage, "risk": risk, "delta": delta}
-    promises |= {"method": method.value, "by_class": by_class}
+    promises |= {"method": method, "by_class": by_class}
     for path in runs:
         with waiting():
             run = fitted(path, data, **promises, draws=draws, device=device, root=data_root)
@@ -238,8 +222,9 @@ def predict(
     ] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     form: Annotated[
-        Form, typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes.")
-    ] = Form.table,
+        Literal["table", "csv", "jsonl"],
+        typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes."),
+    ] = "table",
     raw: Annotated[bool, typer.Option("--raw", help="Without the temperature that is kept with the weights.")] = False,
     device: Device = "auto",
     trust: Trust = False,
@@ -251,7 +236,7 @@ def predict(
     and JSON lines are written as predictions are made, of any number of inputs. --coverage and --risk are promises that
     `peerbayes calibrate` has made.
     """
-    from peerbayes.reports.predicting import predictions_at
+    from peerbayes.reports.predictions import predictions_at
     from peerbayes.showing import aligned
 
     trust_runs(trust)
@@ -260,10 +245,10 @@ def predict(
     with waiting():
         if as_json:
             say(json.dumps([record for batch in batches for record in batch.records()], indent=1))
-        elif form is Form.jsonl:
+        elif form == "jsonl":
             for batch in batches:
                 sys.stdout.writelines(json.dumps(record) + "\n" for record in batch.records())
-        elif form is Form.csv:
+        elif form == "csv":
             writer = csv.writer(sys.stdout, lineterminator="\n")
             for number, batch in enumerate(batches):
                 if number == 0:
@@ -279,7 +264,7 @@ def predict(
 def size(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of runs, or weights files of runs.")],
     judged: Annotated[
-        bool, typer.Option("--evaluate", help="Also judge the file and every other form on the test split.")
+        bool, typer.Option("--evaluate", help="Also evaluate the file and every other form on the test split.")
     ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,

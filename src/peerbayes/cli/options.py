@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from peerbayes.choices import Engine, Precision
 from peerbayes.errors import InputError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run; without one, start anew.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run; without one, start anew.")]
 Changes = Annotated[list[str], typer.Option("--set", help="Change the recipe: stages.0.epochs=5; * stands for all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output.")]
 DryRun = Annotated[
@@ -33,23 +33,6 @@ Trust = Annotated[
 Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; a run each.")]
 
 
-class Engine(enum.Enum):
-    """Engines by name."""
-
-    auto = "auto"
-    eager = "eager"
-    compiled = "compiled"
-    captured = "captured"
-
-
-class Precision(enum.Enum):
-    """Types by name."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 CheckpointEvery = Annotated[
     int | None, typer.Option(min=1, help="Steps between checkpoints.", show_default="an epoch, at most every 30 s")
 ]
@@ -64,7 +47,7 @@ def parse_seeds(text: str) -> list[int]:
     except ValueError:
         raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
     if len(set(found)) < len(found):
-        raise InputError(f"seeds '{text}': a seed stands there twice")
+        raise InputError(f"seeds '{text}': a seed is given twice")
     if min(found) < 0:
         raise InputError(f"seeds '{text}': expected seeds that are 0 or more")
     return found

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from peerbayes.choices import ExportCodebook, ExportFormat, ExportNoise
 from peerbayes.cli.options import Json, Trust
-from peerbayes.cli.showing import say
+from peerbayes.cli.output import say
 from peerbayes.importing import trust_runs
-
-
-class To(enum.Enum):
-    """Formats by name."""
-
-    onnx = "onnx"
-    torch = "torch"
-    hub = "hub"
-
-
-class Noise(enum.Enum):
-    """Where draws come from, by name."""
-
-    seed = "seed"
-    input = "input"
-    baked = "baked"
-    none = "none"
-
-
-class Codebook(enum.Enum):
-    """Forms of shared weights, by name."""
-
-    lookup = "lookup"
-    plain = "plain"
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder, whose peers predict as one, or a weights file of a run.")],
     to: Annotated[
-        To, typer.Option(help="ONNX; a .pt2 file of torch.export; or hub: weights, description and card alone.")
-    ] = To.onnx,
+        ExportFormat,
+        typer.Option(help="ONNX; a .pt2 file of torch.export; hub: weights, description and card."),
+    ] = "onnx",
     out: Annotated[Path | None, typer.Option(help="The folder to make.", show_default="RUN-onnx, say")] = None,
     noise: Annotated[
-        Noise | None,
+        ExportNoise | None,
         typer.Option(
             help="Where draws come from: a seed and their number, which are inputs; noise that is an input; baked: "
             "the file holds them; none: one pass with the mean weights.",
@@ -56,7 +33,7 @@ def export(
         int | None, typer.Option(min=1, help="How many draws are baked, or advised.", show_default="the recipe's")
     ] = None,
     codebook: Annotated[
-        Codebook | None,
+        ExportCodebook | None,
         typer.Option(
             help="Shared weights looked up (a small file) or plain.", show_default="plain if baked, else lookup"
         ),
@@ -75,11 +52,11 @@ def export(
     trust_runs(trust)
     done = exported(
         run,
-        to=to.value,
+        to=to,
         out=out,
-        noise=None if noise is None else noise.value,
+        noise=noise,
         draws=draws,
-        codebook=None if codebook is None else codebook.value,
+        codebook=codebook,
         opset=opset,
     )
     if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
-from peerbayes.cli.showing import reporter, say, show
+from peerbayes.cli.output import reporter, say, show
 
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from peerbayes.codebook.book import SHARES, Codebook
@@ -26,6 +27,7 @@ from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.network_state import evaluating
+from peerbayes.schema import NotNegativeInt, PositiveFloat
 
 # Where no number is given: a component for so many inliers, so many components at least and at most, and so many
 # inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
@@ -36,7 +38,20 @@ BATCH = 1 << 16  # points of a step of expectation-maximisation
 
 @dataclass(frozen=True)
 class Sharing:
-    """Options of how a codebook is made; see the recipe's posterior of kind ``shared``.
+    """Options of how a codebook is made.
+
+    Attributes:
+        components: at first; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
+        threshold: weights of a mean beyond it are outliers.
+        top: share of weights with the largest gradients, which are outliers.
+        smallest: weights of components with fewer are outliers.
+        outliers: whether there are any.
+        blend: whether weights far from their component mix two.
+        em_steps: passes of expectation-maximisation over the components.
+        thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
+            over inliers), which also makes the number of components; 0 counts no bits. See
+            `peerbayes.codebook.rate_penalty.thrifty`.
+        merge: options of `peerbayes.codebook.merging.merge`.
 
     Example:
         >>> from peerbayes.codebook import Sharing
@@ -44,14 +59,14 @@ class Sharing:
         0.2
     """
 
-    components: int = 0
-    threshold: float = 0.2
-    top: float = 0.01
-    smallest: int = 20
+    components: NotNegativeInt = 0
+    threshold: PositiveFloat = 0.2
+    top: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    smallest: NotNegativeInt = 20
     outliers: bool = True
     blend: bool = True
-    em_steps: int = 0
-    thrift: float = 0.0
+    em_steps: NotNegativeInt = 0
+    thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     merge: dict[str, Any] = field(default_factory=dict)
 
 

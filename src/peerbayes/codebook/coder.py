@@ -154,7 +154,7 @@ def _slices(parts: Sequence[int]) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Frequencies:
     """A part's table: where the part lies, the level of its bins, and their roots (none at level 0: as all parts)."""
 
     where: slice
@@ -227,7 +227,7 @@ class _Shared:
         bins = np.floor(middle * (1 << level) / (self.mass.sum() + 1))
         return np.flatnonzero(np.diff(bins, prepend=-1))
 
-    def code_of(self, table: _Table) -> _Code:
+    def code_of(self, table: _Frequencies) -> _Code:
         """Return a part's code."""
         if table.level == 0:
             return self.code
@@ -263,22 +263,22 @@ def _adds_up(roots: Ints, size: int) -> bool:
     return bool(squares - int(roots.sum()) + ones <= size <= squares + int(roots.sum()))
 
 
-def _fit(ranks: Ints, where: slice, shared: _Shared) -> _Table:
+def _fit(ranks: Ints, where: slice, shared: _Shared) -> _Frequencies:
     """Return the table that codes a part in the fewest bytes, its own included."""
     counts = np.bincount(ranks, minlength=len(shared.symbols))
     used = np.flatnonzero(counts)
 
-    def size(table: _Table) -> float:
+    def size(table: _Frequencies) -> float:
         bits = shared.bits - np.log2(shared.code_of(table).frequencies[used])
         return float(counts[used] @ bits) / 8 + len(_squeeze(table.roots))
 
-    tables = [_Table(where, 0, np.zeros(0, np.int64))]
+    tables = [_Frequencies(where, 0, np.zeros(0, np.int64))]
     for level in range(1, shared.finest(len(ranks)) + 1):
-        tables.append(_Table(where, level, _roots(np.add.reduceat(counts, shared.starts(level)))))
+        tables.append(_Frequencies(where, level, _roots(np.add.reduceat(counts, shared.starts(level)))))
     return min(tables, key=size) if len(tables) > 1 else tables[0]
 
 
-def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shared, list[_Table]]:
+def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shared, list[_Frequencies]]:
     """Return the tables that `encode` put into these integers."""
     end = len(where) + alphabet
     levels, roots = values[: len(where)].tolist(), values[len(where) : end]
@@ -293,7 +293,7 @@ def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shar
         part_roots = values[start:end]
         if level and not (end <= len(values) and _adds_up(part_roots, size)):
             raise InputError(f"index: damaged (the table of a layer of {size} weights does not add up to them)")
-        tables.append(_Table(part, level, part_roots))
+        tables.append(_Frequencies(part, level, part_roots))
     if end != len(values):
         raise InputError("index: damaged (its tables have a wrong length)")
     return shared, tables
@@ -323,7 +323,7 @@ def _lanes(size: int) -> int:
     return -(-size // STEPS)
 
 
-def _push(ranks: Ints, tables: list[_Table], shared: _Shared) -> tuple[Words, Words]:
+def _push(ranks: Ints, tables: list[_Frequencies], shared: _Shared) -> tuple[Words, Words]:
     """Code all parts, the last symbol first; return the lanes' states and the words, in the order they are read."""
     lanes, bits = _lanes(len(ranks)), np.uint64(shared.bits)
     states, words = np.full(lanes, LOW), [np.zeros(0, np.uint64)]
@@ -341,7 +341,7 @@ def _push(ranks: Ints, tables: list[_Table], shared: _Shared) -> tuple[Words, Wo
     return states, np.concatenate(words[::-1])
 
 
-def _pop(states: Words, words: Words, size: int, tables: list[_Table], shared: _Shared) -> Ints:
+def _pop(states: Words, words: Words, size: int, tables: list[_Frequencies], shared: _Shared) -> Ints:
     """Undo `_push` and return the symbols: all states must end where it began, and all words be used."""
     lanes, bits, mask = len(states), np.uint64(shared.bits), np.uint64((1 << shared.bits) - 1)
     symbols, used = np.empty(size, np.int64), 0

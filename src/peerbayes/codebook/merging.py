@@ -11,6 +11,7 @@ from torch import Tensor
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components, Rule, merged, wasserstein2
+from peerbayes.schema import NotNegativeFloat, PositiveFloat, PositiveInt
 
 
 def merge(
@@ -18,11 +19,11 @@ def merge(
     *,
     gradient: Tensor | None = None,
     spread: Tensor | None = None,
-    distance: float = 1.5e-7,
-    gradient_gate: float = 0.15,
-    lr: float = 1e-5,
-    spread_gate: float = 1e-3,
-    neighbours: int = 2,
+    distance: NotNegativeFloat = 1.5e-7,
+    gradient_gate: PositiveFloat = 0.15,
+    lr: PositiveFloat = 1e-5,
+    spread_gate: PositiveFloat = 1e-3,
+    neighbours: PositiveInt = 2,
     rule: Rule = "moment",
 ) -> tuple[Components, Tensor, dict[str, Any]]:
     """Merge components until no pair qualifies.

@@ -55,7 +55,7 @@ def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Strips:
     """Centres sorted by strip and then along it, with ``width`` positions at infinity between the strips."""
 
     axes: list[int]  # which coordinate of a point goes along the strips, and which one across
@@ -67,7 +67,7 @@ class _Table:
     high: Tensor  # (S,)
 
 
-def _table(centres: Tensor, width: int) -> _Table:
+def _table(centres: Tensor, width: int) -> _Strips:
     size, device = len(centres), centres.device
     spread = centres.std(0, correction=0).tolist()
     axes = [0, 1] if spread[0] >= spread[1] else [1, 0]
@@ -88,10 +88,10 @@ def _table(centres: Tensor, width: int) -> _Table:
     low = torch.segment_reduce(across, "min", lengths=counts)
     high = torch.segment_reduce(across, "max", lengths=counts)
     rows = line.unfold(1, width, 1).transpose(0, 1).contiguous()
-    return _Table(axes, width, rows, along.sort().values, keys, low, high)
+    return _Strips(axes, width, rows, along.sort().values, keys, low, high)
 
 
-def _search(points: Tensor, table: _Table, count: int) -> Tensor:
+def _search(points: Tensor, table: _Strips, count: int) -> Tensor:
     """Return the indices, shape ``(n, count)``, of points given as (along, across), shape ``(2, n)``."""
     along, across = points.unbind()
     size, strips = len(table.keys), len(table.low)
@@ -118,7 +118,7 @@ def _search(points: Tensor, table: _Table, count: int) -> Tensor:
 
 
 def _scan(
-    along: Tensor, across: Tensor, begin: Tensor, kept: Tensor, index: Tensor, table: _Table
+    along: Tensor, across: Tensor, begin: Tensor, kept: Tensor, index: Tensor, table: _Strips
 ) -> tuple[Tensor, Tensor]:
     """Improve what is kept by the centres to the left of ``begin`` in its strip, then by those from it on."""
     for first, step, edge in ((begin - table.width, -table.width, 0), (begin, table.width, -1)):

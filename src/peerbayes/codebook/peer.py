@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from pydantic import create_model
 from torch import nn
 
 from peerbayes.codebook.build import Sharing, gradient_statistic, share
+from peerbayes.codebook.merging import merge
 from peerbayes.codebook.outliers import steepest
 from peerbayes.codebook.shared import Shared, usually_shared
 from peerbayes.codebook.trained import merge_trained
@@ -18,8 +20,24 @@ from peerbayes.data.splits import Split
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
+from peerbayes.schema import Strict, fields_of
 
 DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options of `Shared`, not of how the codebook is made
+
+
+@functools.cache
+def _merge_options() -> type[Strict]:
+    fields: dict[str, Any] = fields_of(merge)
+    kept = {name: field for name, field in fields.items() if name not in ("components", "gradient", "spread")}
+    made = create_model("Merge", __base__=Strict, **kept)
+    made.__doc__ = "Which components become one; see `peerbayes.codebook.merging.merge`. Of distance 0 none do."
+    return made
+
+
+def making_fields() -> dict[str, tuple[Any, Any]]:
+    """Return type and default of a recipe's options of how a codebook is made."""
+    table = _merge_options()
+    return fields_of(Sharing) | {"merge": (table, table()), "merge_every_epoch": (bool, False)}
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from peerbayes.codebook.book import Codebook, blank_codebook, check_codebook, in_file_order
@@ -22,6 +23,10 @@ from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.parameters import Predicate, require_same
+from peerbayes.schema import PositiveFloat
+
+if TYPE_CHECKING:
+    from peerbayes.data.splits import Split
 
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 BITS = (*range(4, 17), EXACT)  # of an outlier's mean in a file
@@ -52,6 +57,9 @@ def check_bits(bits: Any) -> int:
     if not isinstance(bits, int) or bits not in BITS:
         raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
     return bits
+
+
+Bits = Annotated[int, AfterValidator(check_bits)]
 
 
 def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -140,8 +148,8 @@ class Shared(Posterior):
         sampling: Sampling = "hierarchical",
         mixture: bool = False,
         prior: Literal["anchored", "normal"] = "anchored",
-        prior_std: float = 0.1,
-        bits: int = DEFAULT_BITS,
+        prior_std: PositiveFloat = 0.1,
+        bits: Bits = DEFAULT_BITS,
         weights: Sequence[str] | None = None,
         bayesian: Predicate = conv_and_linear_weights,
         start_from: Source | None = None,
@@ -173,6 +181,71 @@ class Shared(Posterior):
         every = (*self.layout.shapes, *self.rest_layout.shapes)
         self._usual = set(usually_shared(self.network, every)) == set(self.layout.shapes)
         self._take(codebook if codebook is not None else blank_codebook(self.layout.size, self.rest.device))
+
+    @classmethod
+    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option in a recipe: how the codebook is made, and how weights are drawn.
+
+        See `peerbayes.codebook.build.share` and `peerbayes.Shared`.
+
+        Args:
+            merge: which components become one.
+            merge_every_epoch: whether components that have come near each other are merged at the end of every epoch,
+                too.
+        """
+        from peerbayes.codebook.peer import making_fields
+
+        drawn = super().option_fields()
+        return making_fields() | {name: drawn[name] for name in drawn if name not in ("codebook", "weights")}
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that contradict each other."""
+        if options["mixture"] and not options["blend"]:
+            raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
+        if options["merge_every_epoch"] and not options["merge"]["distance"]:
+            raise ValueError("merge_every_epoch merges by merge.distance, which is 0; leave out one of them")
+        if options["thrift"] and (options["components"] or options["em_steps"]):
+            raise ValueError(
+                "thrift makes the number of components and has no em_steps; leave out components or thrift"
+            )
+
+    @classmethod
+    def needs_start(cls, options: Mapping[str, Any]) -> str:  # noqa: ARG003
+        """Return why it needs a start."""
+        return "shares weights but has no start_from: a mean-field posterior"
+
+    @classmethod
+    def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
+        """Return a codebook's stand-in; see `peerbayes.codebook.blank_shared`.
+
+        Args:
+            network: any module.
+            options: of the recipe.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
+        from peerbayes.codebook.peer import blank_shared
+
+        return blank_shared(network, options, seed, name)
+
+    @classmethod
+    def made_from(
+        cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
+    ) -> Posterior:
+        """Make it of a trained posterior with scales; see `peerbayes.codebook.shared_of`.
+
+        Args:
+            posterior: trained, with a scale for every weight.
+            network: of the same architecture.
+            options: of the recipe.
+            split: training inputs, on which gradients count.
+            seed: of the clustering; with ``name``, where its draws live.
+            name: the peer's.
+        """
+        from peerbayes.codebook.peer import shared_of
+
+        return shared_of(posterior, network, options, split, seed, name)
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
         # The codebook holds the weights; there are no means besides.

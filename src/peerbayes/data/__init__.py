@@ -1,9 +1,10 @@
 """Data sets as tensors, splits that are the same every time, and augmentation on the device."""
 
+from peerbayes.choices import Placement
 from peerbayes.data.dataset import Dataset, from_arrays, load, load_images, load_outside, load_texts, names
 from peerbayes.data.datasets.cifar_c import load_corrupted
 from peerbayes.data.datasets.sources import data_root
-from peerbayes.data.loader import Feed, Placement, augmented_batch, feed
+from peerbayes.data.loader import Feed, augmented_batch, feed
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
 from peerbayes.data.transforms.augment import AUGMENTATIONS, augment
 from peerbayes.data.transforms.corrupt import CORRUPTIONS, corrupt

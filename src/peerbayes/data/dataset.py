@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 import peerbayes.data.datasets.images  # noqa: F401 (registers the sets of images)
-from peerbayes.data.datasets.corpora import Corpus, Texts, is_corpus, read_corpus
+from peerbayes.data.datasets.arrays import read_npz
+from peerbayes.data.datasets.corpora import is_corpus, read_corpus
+from peerbayes.data.datasets.folders import read_folder
 from peerbayes.data.datasets.objects import read_object, splits_of, title_of
-from peerbayes.data.datasets.sources import READERS, Source, Stored, data_root, read_folder, read_npz
+from peerbayes.data.datasets.sources import READERS, Corpus, Source, Texts, data_root
 from peerbayes.data.held_out import divided
+from peerbayes.data.items import Stored
 from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
@@ -68,6 +71,12 @@ class Dataset:
         stats: whose mean and deviation these are, where others than the data's own were asked for.
         notes: what was cut, or left out, a sentence each.
         origin: what `load` makes it of again: its options by name, with full paths; None for an object.
+
+    Example:
+        >>> from peerbayes.data import load
+        >>> data = load("digits")
+        >>> data.name, data.classes, len(data.test)
+        ('digits', 10, 500)
     """
 
     name: str
@@ -127,7 +136,13 @@ class Dataset:
 
 
 def names() -> tuple[str, ...]:
-    """Return the registered names, sorted."""
+    """Return the registered names, sorted.
+
+    Example:
+        >>> from peerbayes.data import names
+        >>> "digits" in names()
+        True
+    """
     return tuple(sorted(READERS))
 
 
@@ -164,6 +179,12 @@ def load(
             read then.
         names: of the classes of an object, in the order of their numbers; by default its own, or labels that are texts,
             sorted.
+
+    Example:
+        >>> from peerbayes.data import load
+        >>> data = load("digits", validation=100)
+        >>> data.classes, data.shape, len(data.train), len(data.validation)
+        (10, (1, 8, 8), 1197, 100)
     """
     if isinstance(given, Dataset):
         return given
@@ -226,6 +247,14 @@ def from_arrays(
         validation: as ``train``, or how many images (or which fraction) to hold out of ``train``.
         names: of the classes; by default they are numbered, from 0 without gaps, or sorted.
         name: of the data set, in tables.
+
+    Example:
+        >>> import numpy as np
+        >>> from peerbayes.data import from_arrays
+        >>> images, labels = np.zeros((20, 8, 8), np.uint8), ["cat", "dog"] * 10
+        >>> data = from_arrays((images, labels))
+        >>> data.class_names, len(data.train), len(data.test)
+        (('cat', 'dog'), 16, 4)
     """
     if name in READERS:
         raise InputError(f"name '{name}' is that of a known data set; choose another one for these")
@@ -241,7 +270,7 @@ def from_arrays(
 
 def load_judged(given: Any, *, vocabulary: Vocabulary | None = None, size: int | None = None,
                 names: Sequence[str] | None = None) -> Dataset:  # fmt: skip
-    """Return data to judge by: the test split of an object that has one, else all that it holds.
+    """Return data to evaluate by: the test split of an object that has one, else all that it holds.
 
     Args:
         given: as in :func:`load`.
@@ -322,6 +351,11 @@ def load_texts(name: str | Path, vocabulary: Vocabulary, *, root: Path | str | N
     """Read texts only, for instance an out-of-distribution set such as ``clinc150-oos``: the test split, or all texts.
 
     Labels are not looked at, and are absent. ``name`` and ``root`` as in :func:`load`.
+
+    Args:
+        name: a known name or a path.
+        vocabulary: what encodes them.
+        root: data root.
     """
     found = _read(name, root, want_train=False)
     if not isinstance(found, Corpus):
@@ -335,6 +369,16 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
 
     Labels may be absent, and are for image folders, which need no class folders here. Only the files of that
     split have to be there. Arguments as in :func:`load`.
+
+    Args:
+        name: a known name or a path.
+        root: data root.
+        size: of the images, where they are files.
+
+    Example:
+        >>> from peerbayes.data import load_images
+        >>> len(load_images("digits")), load_images("photographs").labels is None
+        (500, True)
     """
     found = _read(name, root, want_train=False)
     if isinstance(found, Corpus):
@@ -353,6 +397,16 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
     Grey images become colours of equal channels, and colours their luma.
 
     ``name`` and ``root`` as in :func:`load`.
+
+    Args:
+        name: a known name or a path.
+        like: the data set whose form it gets.
+        root: data root.
+
+    Example:
+        >>> from peerbayes.data import load, load_outside
+        >>> load_outside("photographs", like=load("digits")).shape
+        (1, 8, 8)
     """
     if name == like.name and name in names():
         told = f"{name}: is the data that was learnt, and its test split is in distribution"

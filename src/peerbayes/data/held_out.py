@@ -8,7 +8,7 @@ from typing import Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from peerbayes.data.datasets.corpora import Texts
+from peerbayes.data.datasets.sources import Texts
 from peerbayes.data.splits import held_out
 from peerbayes.errors import InputError
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from peerbayes.data.datasets import formats
-from peerbayes.data.splits import in_rgb, resize
+from peerbayes.data.splits import ArraySplit, FolderSplit, in_rgb, resize
 from peerbayes.errors import InputError, reason
 
 
@@ -77,7 +77,12 @@ class ItemSplit:
         return replace(self, size=size, shape=(self.shape[0], size, size))
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `peerbayes.data.splits.Split.batch`; an image that cannot be read is named."""
+        """See `peerbayes.data.splits.Split.batch`; an image that cannot be read is named.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+        """
         images = torch.empty((len(index), *self.shape), dtype=self.dtype)
         with self._lock:
             for place, number in enumerate(self.numbers[index.cpu()].tolist()):
@@ -100,3 +105,6 @@ class ItemSplit:
             raise InputError(f"{where} has shape {tuple(found.shape)} and {found.dtype}, but had {self.shape} and "
                              f"{self.dtype} before; does the data set change its items?")  # fmt: skip
         return found
+
+
+Stored = ArraySplit | FolderSplit | ItemSplit

@@ -19,12 +19,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from peerbayes.choices import Placement
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, order
 from peerbayes.data.transforms.augment import augment
 from peerbayes.errors import InputError, nearest
 from peerbayes.math.noise import Address
-
-Placement = Literal["auto", "device", "stream"]
 
 _AHEAD = 3  # batches that are gathered ahead of the one in use
 _BEHIND = 2  # batches whose copy to the device may still be under way
@@ -44,6 +43,14 @@ class Feed(ABC):
         owner: whose order it is.
         steps_per_epoch: batches in an epoch; a last batch that is smaller is left out.
         augmented: the augmentations that batches come with, because they are made as files are decoded.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.data import ArraySplit
+        >>> split = ArraySplit(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 0, 1, 0]))
+        >>> from peerbayes.data import Feed, feed
+        >>> isinstance(feed(split, batch_size=2, seed=0, device=torch.device("cpu")), Feed)
+        True
     """
 
     placement: ClassVar[Literal["device", "stream"]]
@@ -260,6 +267,15 @@ def feed(
         owner: whose order it is: feeds of one seed have it in common with those of the same owner.
         augment: names of augmentations. Those that are made as files are decoded are made by the feed, at the address
             (seed, owner, "augment", step), and are its ``augmented``; all others are left to the caller.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.data import ArraySplit
+        >>> split = ArraySplit(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 0, 1, 0]))
+        >>> from peerbayes.data import feed
+        >>> found = feed(split, batch_size=2, seed=0, device=torch.device("cpu"))
+        >>> type(found).__name__, found.steps_per_epoch
+        ('Resident', 2)
     """
     rank, count = part
     if not 0 <= rank < count:
@@ -294,6 +310,17 @@ def augmented_batch(
         names: of augmentations.
         address: the step's address.
         first: number of the first image, where these are part of a batch.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.data import ArraySplit
+        >>> split = ArraySplit(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 0, 1, 0]))
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import augmented_batch
+        >>> index, address = torch.tensor([0, 1]), Address(0, "data").at(7)
+        >>> images, labels = augmented_batch(split, index, torch.device("cpu"), ["flip"], address)
+        >>> images.shape, labels.tolist()
+        (torch.Size([2, 1, 8, 8]), [0, 1])
     """
     early = _while_decoding(split, names)
     if isinstance(split, FolderSplit) and early:

@@ -34,6 +34,13 @@ class Split(Protocol):
     """Images that are fetched by index; or texts, as rows of token numbers, wherever images are spoken of.
 
     ``labels`` is int64 (N,) on the CPU, or None where the images have none.
+
+    Example:
+        >>> from peerbayes.data import Split, load
+        >>> def count(split: Split) -> int:
+        ...     return len(split)
+        >>> count(load("digits").test)
+        500
     """
 
     @property
@@ -47,12 +54,28 @@ class Split(Protocol):
         Texts are token numbers int32 or int64 (B, L).
         ``index`` is int64 (B,), on any device. An empty index gives (0, C, H, W) and (0,). A split without
         labels gives labels of shape (0,) whatever B is.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
         """
         ...
 
 
 def order(count: int, address: Address, device: torch.device | str | None = None) -> Tensor:
-    """Return an epoch's permutation of ``range(count)``, int64 (count,), the same on every device."""
+    """Return an epoch's permutation of ``range(count)``, int64 (count,), the same on every device.
+
+    Args:
+        count: items.
+        address: of the epoch.
+        device: where it is made.
+
+    Example:
+        >>> from peerbayes import Address
+        >>> from peerbayes.data import order
+        >>> sorted(order(5, Address(0)).tolist())
+        [0, 1, 2, 3, 4]
+    """
     return noise.permutation(address, count, device)
 
 
@@ -71,6 +94,11 @@ def batches(
         address: the epoch's address.
         drop_last: leave out a last batch that is smaller.
         device: where the indices live.
+
+    Example:
+        >>> from peerbayes.data import batches
+        >>> [index.tolist() for index in batches(5, 2)]
+        [[0, 1], [2, 3], [4]]
     """
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1, got {batch_size}")
@@ -111,6 +139,16 @@ class ArraySplit:
         labels: integers (N,), or None.
         rows: None for images in memory (N = M). For images that are mapped from a file, and may be larger than
             memory: int64 (N,), which of them belong to the split, in order.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.data import ArraySplit
+        >>> split = ArraySplit(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 0, 1, 0]))
+        >>> len(split), split.shape
+        (5, (1, 8, 8))
+        >>> images, labels = split.batch(torch.tensor([3, 4]), "cpu")
+        >>> images.shape, labels.tolist()
+        (torch.Size([2, 1, 8, 8]), [1, 0])
     """
 
     images: Tensor
@@ -166,7 +204,12 @@ class ArraySplit:
         return ArraySplit(resize(self.images, size, self.rows), self.labels)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See :meth:`Split.batch`; nothing waits for the device when index and images are there already."""
+        """See :meth:`Split.batch`; nothing waits for the device when index and images are there already.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+        """
         index = index.to(self.images.device)
         labels = self._near if self.labels is None else self._near[index]
         # Channels may come last in a mapped file; a batch looks the same wherever it is from.
@@ -186,6 +229,17 @@ class FolderSplit:
         labels: int64 (N,) on the CPU, or None.
         size: side of the images delivered.
         margin: how much larger the shortest side is made before the centre is cut out.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from peerbayes.data import FolderSplit
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Image.new("RGB", (20, 10), "white").save(Path(folder) / "a.png")
+        ...     images, _ = FolderSplit([f"{folder}/a.png"], None, size=8).batch(torch.tensor([0]), "cpu")
+        >>> images.shape, images.min().item()
+        (torch.Size([1, 3, 8, 8]), 255)
     """
 
     files: Sequence[str]
@@ -211,7 +265,12 @@ class FolderSplit:
         return replace(self, size=size)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See :meth:`Split.batch`; a file that cannot be decoded is named."""
+        """See :meth:`Split.batch`; a file that cannot be decoded is named.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+        """
         shortest = round(self.size * self.margin)
         return self._decoded(index, device, lambda _, file: centre(open_rgb(file), shortest, self.size))
 
@@ -268,8 +327,18 @@ def open_rgb(file: str) -> Image.Image:
     return in_rgb(image, file)
 
 
+def natural_size(file: str) -> int:
+    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
+    return min(224, *open_rgb(file).size)
+
+
 def in_rgb(image: Image.Image, where: str) -> Image.Image:
-    """Return an image of 8 bits a channel in RGB; transparency is dropped."""
+    """Return an image of 8 bits a channel in RGB; transparency is dropped.
+
+    Args:
+        image: of any mode.
+        where: its name, which begins the error.
+    """
     if image.mode.startswith(("I", "F")):
         raise InputError(f"{where}: expected an image of 8 bits a channel, got mode {image.mode}")
     if image.mode == "RGB":
@@ -279,7 +348,13 @@ def in_rgb(image: Image.Image, where: str) -> Image.Image:
 
 
 def centre(image: Image.Image, shortest: int, size: int) -> NDArray[np.uint8]:
-    """Return the middle (size, size, C) of an image whose shortest side is brought to ``shortest``."""
+    """Return the middle (size, size, C) of an image whose shortest side is brought to ``shortest``.
+
+    Args:
+        image: in RGB.
+        shortest: length of its shortest side after resizing.
+        size: side of what is cut out.
+    """
     height, width = _scaled(image.height, image.width, shortest)
     top, left = round((height - size) / 2), round((width - size) / 2)
     if (width, height) != image.size:

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peerbayes.data.loader import Feed
 from peerbayes.engine.gradient_shares import norm_and_value
 from peerbayes.engine.perturbing import Passes, Perturbation
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
-from peerbayes.engine.step_parts import Clock, Parts, term_value
+from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
 from peerbayes.engine.synchronised import gather_batch
 from peerbayes.engine.teachers import Teachers
 from peerbayes.math import noise
@@ -262,11 +262,6 @@ class Cohort:
                 values = [value for value, _ in self.state.of_terms(term_value, batch, name)]
                 found.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
             return torch.stack(found)
-
-
-def learnt(posterior: Posterior) -> list[nn.Parameter]:
-    """Return the parameters that a posterior's terms have gradients for."""
-    return [p for p in posterior.parameters() if p.requires_grad and p.numel()]
 
 
 def _count_derived(batch: Batch) -> int:

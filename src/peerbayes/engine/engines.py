@@ -12,11 +12,12 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peerbayes.choices import Engine, EngineName
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts
@@ -26,7 +27,6 @@ from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 
-Name = Literal["eager", "compiled", "captured"]
 WARM_UP = 3
 TEACHERS = 4  # how many teachers run beside each other
 STREAMS = 32  # how many different streams torch hands out before it hands them out again
@@ -35,7 +35,7 @@ STREAMS = 32  # how many different streams torch hands out before it hands them 
 class Eager:
     """One operation after another."""
 
-    name: Name = "eager"
+    name: EngineName = "eager"
 
     def __init__(self, cohort: Cohort, steps_per_epoch: int) -> None:
         self.cohort, self.steps_per_epoch = cohort, steps_per_epoch
@@ -63,7 +63,7 @@ class Eager:
 class Compiled(Eager):
     """The parts of a step are compiled functions."""
 
-    name: Name = "compiled"
+    name: EngineName = "compiled"
 
     def begin_stage(self, step: int, stage_step: int) -> None:
         """Compile, and try a step on copies of the state; what a cohort of the same make has had compiled is taken."""
@@ -123,7 +123,7 @@ class Captured(Compiled):
     graphs run side by side, each on streams of its own.
     """
 
-    name: Name = "captured"
+    name: EngineName = "captured"
 
     def __init__(self, cohort: Cohort, steps_per_epoch: int) -> None:
         super().__init__(cohort, steps_per_epoch)
@@ -213,10 +213,10 @@ class Captured(Compiled):
         self.stage_number.add_(1)
 
 
-ENGINES: dict[Name, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
+ENGINES: dict[EngineName, type[Eager]] = {"eager": Eager, "compiled": Compiled, "captured": Captured}
 
 
-def pick(name: Name | Literal["auto"], device: torch.device) -> Name:
+def pick(name: Engine, device: torch.device) -> EngineName:
     """Return the engine's name, if the device has what it needs; ``auto`` is captured on a GPU, else eager."""
     if name == "auto":
         return "captured" if device.type == "cuda" else "eager"

@@ -15,10 +15,10 @@ from torch import Tensor
 from peerbayes.data.transforms.perturb import gaussian_step, guidance, pair, step_along
 from peerbayes.engine.teachers import Lane, Pass, Plain, Teachers, Tensors, all_logits, fixed, run_plain
 from peerbayes.errors import InputError
+from peerbayes.math.divergences import mean_pairwise_kl
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import Perturb
-from peerbayes.terms.distillation import mean_pairwise_kl
 
 PAIRS = ("tdiv", "tdiv_sdiv")  # perturbations that compare two teachers
 SEVERAL = (*PAIRS, "bald")  # and those that need more than one

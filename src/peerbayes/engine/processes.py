@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError, TrainingError, nearest, reason
 
-# The first process may write and judge for a while before the others hear of it again.
+# The first process may write and evaluate for a while before the others hear of it again.
 TIMEOUT = timedelta(minutes=30)
 # How long a process that can't go on waits for the first one to say why, and then for torchrun to end it.
 PATIENCE = timedelta(seconds=10)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,12 @@ from peerbayes.math.noise import Address
 from peerbayes.math.scales import moved, sigma_gradient
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.parameters import require_same
-from peerbayes.recipes import settings
 from peerbayes.terms.definition import Shapes, Term
 from peerbayes.terms.definition import find as find_term
 from peerbayes.terms.step import Batch
+
+if TYPE_CHECKING:
+    from peerbayes.recipes import settings
 
 SHARED = "*"  # owner of helpers that serve all peers
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peerbayes.data.transforms.augment import augment
 from peerbayes.data.transforms.scaling import to_unit
@@ -40,6 +40,11 @@ def prepare_images(
 ) -> Tensor:
     """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on."""
     return to_unit(augment(images, names, Address(seed, owner, "augment", number), first))
+
+
+def learnt(posterior: Posterior) -> list[nn.Parameter]:
+    """Return the parameters that a posterior's terms have gradients for."""
+    return [p for p in posterior.parameters() if p.requires_grad and p.numel()]
 
 
 def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -6,18 +6,20 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from peerbayes.engine.cohort import Cohort, learnt
 from peerbayes.engine.perturbing import Passes
-from peerbayes.engine.step_parts import Clock, Parts, term_value
+from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
 from peerbayes.engine.teachers import run_plain
 from peerbayes.posteriors.base import Weights
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch, Output
+
+if TYPE_CHECKING:
+    from peerbayes.engine.cohort import Cohort
 
 TERMS = 0.1  # how far a term's gradient may be off, relative to its norm: both are made of the same numbers
 ROUNDING = 1e-6  # and relative to the largest of a peer's terms: one that nearly vanishes is made of rounding errors

@@ -10,6 +10,7 @@ from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import summarise
+from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import changes_of, without_folders
 from peerbayes.reports.record import Record
 from peerbayes.reports.tables import CALIBRATED, ENSEMBLE, FIGURES, rows
@@ -267,7 +268,7 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
         f"mean ± standard error over seeds {seeds}" if len(records) > 1 else f"seed {seeds} alone, so without a spread"
     )
     first = records[0]
-    draws = f", {first['draws']} draws" if any(kind != "point" for kind in about["posteriors"]) else ""
+    draws = f", {first['draws']} draws" if _stochastic(about) else ""
     after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not FIGURES)
     other = _judged(first, about).get("out_of_distribution") or {}
     unlike = "".join(
@@ -337,7 +338,7 @@ def _limits(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]
         limits += ["No temperature was fitted: probabilities are as the network gives them."]
     if len(records) == 1:
         limits += ["The figures are of one seed."]
-    if about["noise"] in ("baked", "none") and any(kind != "point" for kind in about["posteriors"]):
+    if about["noise"] in ("baked", "none") and _stochastic(about):
         limits += ["Its draws are always the same, so its predictions do not show what other draws would say."]
     if run is not None and any(peer.start_from for peer in run.recipe.peers):
         limits += ["It started from other weights, whose data and licence bind it, too."]
@@ -360,3 +361,7 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 def _text(text: str) -> str:
     """Return a text that may hold anybody's names as one line without marks of tables, links or HTML."""
     return re.sub(r"([\\|<>\[\]*])", r"\\\1", " ".join(str(text).split()))
+
+
+def _stochastic(about: Mapping[str, Any]) -> bool:
+    return any(Posterior.of_kind(kind).stochastic for kind in about["posteriors"])

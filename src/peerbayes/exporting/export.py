@@ -10,17 +10,17 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
 
 import peerbayes
-from peerbayes.codebook.shared import Shared
+from peerbayes.choices import ExportCodebook, ExportFormat, ExportNoise
 from peerbayes.errors import InputError, nearest
-from peerbayes.exporting import checking, formats
+from peerbayes.exporting import checking, program_files
 from peerbayes.exporting.card import model_card
-from peerbayes.exporting.program import NOISES, OUTPUTS, Codebook, Noise, Program, part_of
+from peerbayes.exporting.program import NOISES, OUTPUTS, Program, part_of
 from peerbayes.exporting.repository import WEIGHTS, config_of, write_run
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.networks.registry import Normalize
@@ -28,7 +28,6 @@ from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.runs.run import Run, peers_at, run_of
 
-To = Literal["onnx", "torch", "hub"]
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
 
@@ -73,12 +72,12 @@ class _Source:
 def export(
     source: Run | Posterior | str | Path,
     *,
-    to: To = "onnx",
+    to: ExportFormat = "onnx",
     out: str | Path | None = None,
-    noise: Noise | None = None,
+    noise: ExportNoise | None = None,
     draws: int | None = None,
-    codebook: Codebook | None = None,
-    opset: int = formats.OPSET,
+    codebook: ExportCodebook | None = None,
+    opset: int = program_files.OPSET,
     shape: tuple[int, ...] | None = None,
     trust: bool = False,
 ) -> Exported:
@@ -112,8 +111,8 @@ def export(
         ...     sorted(path.name for path in done.folder.iterdir())
         ['README.md', 'config.json', 'model.safetensors']
     """  # fmt: skip
-    if to not in get_args(To):
-        raise InputError(f"there is no format '{to}'{nearest(str(to), get_args(To))}")
+    if to not in get_args(ExportFormat):
+        raise InputError(f"there is no format '{to}'{nearest(str(to), get_args(ExportFormat))}")
     if to == "onnx":
         _check_opset(opset)
     known = _known(source, shape, trust)
@@ -173,16 +172,16 @@ def _known(source: Any, shape: tuple[int, ...] | None, trust: bool) -> _Source:
 class _Options:
     """How draws get into the program."""
 
-    noise: Noise
+    noise: ExportNoise
     draws: dict[str, int]  # of each peer
-    codebook: Codebook
+    codebook: ExportCodebook
 
     @property
     def passes(self) -> int:
         return sum(self.draws.values())
 
 
-def _options(known: _Source, noise: Noise | None, draws: int | None, codebook: Codebook | None) -> _Options:
+def _options(known: _Source, noise: ExportNoise | None, draws: int | None, codebook: ExportCodebook | None) -> _Options:
     if noise is not None and noise not in NOISES:
         raise InputError(f"there is no noise '{noise}'{nearest(str(noise), NOISES)}")
     if codebook not in (None, "lookup", "plain"):
@@ -201,7 +200,7 @@ def _options(known: _Source, noise: Noise | None, draws: int | None, codebook: C
     if noise == "input" and len(known.posteriors) > 1:
         raise InputError(f"noise is 'input', but there are peers {', '.join(known.posteriors)}: export one of their "
                          "weights files, or take noise 'seed'")  # fmt: skip
-    if codebook is not None and not any(isinstance(posterior, Shared) for posterior in known.posteriors.values()):
+    if codebook is not None and not any(posterior.made_of_posterior for posterior in known.posteriors.values()):
         raise InputError(f"codebook is '{codebook}', but no peer's weights share one")
     if codebook == "plain" and noise in ("seed", "input"):
         raise InputError(f"codebook is 'plain', but noise '{noise}' draws by looking weights up: take noise 'baked' or "
@@ -221,12 +220,12 @@ def _options(known: _Source, noise: Noise | None, draws: int | None, codebook: C
 
 
 def _check_opset(opset: Any) -> None:
-    newest = formats.needed()[0].defs.onnx_opset_version()
-    if type(opset) is not int or not formats.OPSET <= opset <= newest:
-        raise InputError(f"opset is {opset!r}, expected {formats.OPSET} to {newest}")
+    newest = program_files.needed()[0].defs.onnx_opset_version()
+    if type(opset) is not int or not program_files.OPSET <= opset <= newest:
+        raise InputError(f"opset is {opset!r}, expected {program_files.OPSET} to {newest}")
 
 
-def _about(known: _Source, to: To, options: _Options) -> dict[str, Any]:
+def _about(known: _Source, to: ExportFormat, options: _Options) -> dict[str, Any]:
     """Return what metadata say of a program, JSON-ready."""
     first, run = next(iter(known.posteriors.values())), known.run
     about = run.about if run is not None else {}
@@ -250,7 +249,7 @@ def _about(known: _Source, to: To, options: _Options) -> dict[str, Any]:
         "draws": options.draws,
         "noise_size": first.noise_size if options.noise == "input" else None,
         "passes": options.passes,
-        "codebook": options.codebook if any(isinstance(p, Shared) for p in known.posteriors.values()) else None,
+        "codebook": options.codebook if any(p.made_of_posterior for p in known.posteriors.values()) else None,
         "certificate": known.certificate,
     }
 
@@ -294,13 +293,13 @@ def _write(path: Path, known: _Source, options: _Options, about: Mapping[str, An
     if "noise" in program.extra:
         given["noise"] = checking.noise_of(first, 2)
     example |= {extra: given[extra] for extra in program.extra}
-    graph = formats.traced(program, example)
+    graph = program_files.traced(program, example)
     onnx = path.suffix == ".onnx"
     if onnx:
-        formats.write_onnx(path, graph, list(example), about, about["opset"])
+        program_files.write_onnx(path, graph, list(example), about, about["opset"])
     else:
-        formats.write_torch(path, graph, about)
-    run, error = formats.run_onnx if onnx else formats.run_torch, 0.0
+        program_files.write_torch(path, graph, about)
+    run, error = program_files.run_onnx if onnx else program_files.run_torch, 0.0
     for batch, cases in wanted.items():
         for feeds, prediction in cases:
             shown = {name: checking.inputs_like(known.shape, known.tokens, batch)} | feeds
@@ -342,7 +341,7 @@ def _placed(posterior: Posterior, inputs: Tensor, noise: Tensor, temperature: fl
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _folder(known: _Source, to: To, out: str | Path | None) -> Path:
+def _folder(known: _Source, to: ExportFormat, out: str | Path | None) -> Path:
     if out is None:
         if known.run is None:
             raise InputError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from peerbayes.codebook.file import index_of
 from peerbayes.codebook.shared import Shared
+from peerbayes.posteriors.base import Posterior
 
 WORD = 32  # bits of a word that symbols are packed into
 
@@ -37,6 +40,11 @@ class PackedRows(nn.Module):
         first = self.components - 1
         rows = torch.where(blended, blended.long().cumsum(0) + first, symbols)
         return torch.where(outlier, outlier.long().cumsum(0) + (first + self.blended), rows)
+
+
+def packed_rows_of(posterior: Posterior) -> PackedRows | None:
+    """Return the rows of a posterior of shared weights, or None."""
+    return PackedRows(cast(Shared, posterior)) if posterior.made_of_posterior else None
 
 
 def pack(symbols: Tensor, bits: int) -> Tensor:

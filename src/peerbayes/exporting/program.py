@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
 
+from peerbayes.choices import ExportCodebook, ExportNoise
 from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
-from peerbayes.exporting.lookup import PackedRows
+from peerbayes.exporting.lookup import PackedRows, packed_rows_of
 from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.math.noise import Address, keys_of, normal_whole, start_at
 from peerbayes.posteriors.base import Posterior
 
-Noise = Literal["seed", "input", "baked", "none"]
-NOISES: tuple[Noise, ...] = get_args(Noise)
-Codebook = Literal["lookup", "plain"]
+NOISES: tuple[ExportNoise, ...] = get_args(ExportNoise)
 OUTPUTS = ("probabilities", "entropy", "disagreement")
 
 
@@ -94,7 +93,7 @@ class Seeded(Drawn):
     def __init__(self, posterior: Posterior, classes: int) -> None:
         super().__init__(posterior, classes)
         self.keys = keys_of(Address(posterior.seed, posterior.name, "draw"))
-        self.rows = PackedRows(posterior) if isinstance(posterior, Shared) else None
+        self.rows = packed_rows_of(posterior)
         self.extra = ("seed", "draws")
 
     def forward(self, inputs: Tensor, seed: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +118,7 @@ class Noisy(Drawn):
 
     def __init__(self, posterior: Posterior, classes: int) -> None:
         super().__init__(posterior, classes)
-        self.rows = PackedRows(posterior) if isinstance(posterior, Shared) else None
+        self.rows = packed_rows_of(posterior)
         self.extra = ("noise",)
 
     def forward(self, inputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +214,7 @@ class Program(nn.Module):
         return log_p.exp(), entropy_of(log_p), disagreement
 
 
-def part_of(posterior: Posterior, classes: int, noise: Noise, draws: int, codebook: Codebook) -> Part:
+def part_of(posterior: Posterior, classes: int, noise: ExportNoise, draws: int, codebook: ExportCodebook) -> Part:
     """Return the part of a program that predicts as a posterior does.
 
     Args:
@@ -226,8 +225,8 @@ def part_of(posterior: Posterior, classes: int, noise: Noise, draws: int, codebo
         codebook: whether shared weights are looked up or plain.
     """
     if not posterior.stochastic or noise == "none":
-        if isinstance(posterior, Shared) and codebook == "lookup":
-            return LookedUp(posterior)
+        if posterior.made_of_posterior and codebook == "lookup":
+            return LookedUp(cast(Shared, posterior))
         return Fixed(posterior.materialise())
     if noise == "baked":
         if draws == 1:

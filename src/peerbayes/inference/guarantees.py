@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peerbayes.data.splits import order
 from peerbayes.errors import InputError, nearest
-from peerbayes.math.guarantees import (
+from peerbayes.math.conformal import (
     Method,
     answered_from,
     answers_for_risk,
@@ -67,7 +67,12 @@ class Promises:
 
 
 def parts(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the images that choose, and of those that promise, in a random order of the seed."""
+    """Return the numbers of the images that choose, and of those that promise, in a random order of the seed.
+
+    Args:
+        count: how many images there are.
+        seed: of the order.
+    """
     shuffled = order(count, Address(seed, "data", "certify"))
     first = math.ceil(FITTED * count)
     return shuffled[:first], shuffled[first:]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from peerbayes.data.splits import Split
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError, PeerbayesWarning, reason
 from peerbayes.inference.early_stopping import Referee
 from peerbayes.inference.folding import Folded
@@ -28,7 +29,6 @@ from peerbayes.math.noise import Address
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.network_state import evaluating
-from peerbayes.posteriors.prepare import prepared
 from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:
@@ -57,6 +57,16 @@ class Prediction:
         kind: what each of them is, the heading of their column.
         class_names: where they are known; by default classes are numbered.
         certificate: the promises that are kept, if any: of ``sets``, of ``abstain``, or of both.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField
+        >>> posterior = MeanField(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)))
+        >>> prediction = posterior.predict(torch.zeros(2, 1, 8, 8), draws=5)
+        >>> prediction.probabilities.shape, prediction.draws.tolist()
+        (torch.Size([2, 3]), [5, 5])
+        >>> bool((prediction.disagreement <= prediction.entropy).all())
+        True
     """
 
     log_probabilities: Tensor
@@ -193,7 +203,12 @@ class Prediction:
         return pandas.DataFrame(self._table(probabilities))
 
     def to_csv(self, path: str | Path, probabilities: bool = False) -> None:
-        """Write `columns` to a CSV file, atomically, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        """Write `columns` to a CSV file, atomically, with ``probabilities`` a column of each class's, ``p(NAME)``.
+
+        Args:
+            path: the file.
+            probabilities: whether all classes have a column.
+        """
         columns, text = self._table(probabilities), io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(columns)
@@ -422,6 +437,14 @@ def predict_split(
     posterior: Posterior, split: Split, draws: int, *, seed: int, name: str, settle: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Predict a whole split in chunks that fit in memory, at temperature 1.
+
+    Args:
+        posterior: on its device.
+        split: inputs, with labels or without.
+        draws: how many networks.
+        seed: with ``name``, the address of the draws.
+        name: the peer's.
+        settle: error level of early stopping of draws; None for none.
 
     Returns:
         log-probabilities (N, C), labels (N,), disagreement (N,) and draws spent (N,), on the CPU.

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from peerbayes.data.loader import augmented_batch
 from peerbayes.data.splits import Split, order
 from peerbayes.data.transforms.augment import augment as augmented
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors.network_state import evaluating
-from peerbayes.posteriors.prepare import prepared
 
 
 @torch.no_grad()

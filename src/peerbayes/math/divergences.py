@@ -444,3 +444,17 @@ def _check_broadcast(**tensors: Tensor | float) -> None:
         if len(sizes - {1}) > 1:
             listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise InputError(f"The shapes do not broadcast: {listed}.")
+
+
+def mean_pairwise_kl(log_p: Tensor) -> Tensor:
+    """Return 1/(M (M − 1)) Σ_{i≠j} (1/B) Σ_b KL(p_i ‖ p_j) for log-probabilities (M, B, C).
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.math.divergences import kl, mean_pairwise_kl
+        >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.8, 0.2]]).log()
+        >>> bool(mean_pairwise_kl(torch.stack([p, q])).isclose((kl(p, q) + kl(q, p)).mean() / 2))
+        True
+    """
+    # As `metrics.pairwise_diversity`, but a tensor, so that the host need not wait.
+    return (log_p.exp() * (log_p - log_p.mean(0))).sum((0, -1)).mean() / (len(log_p) - 1)

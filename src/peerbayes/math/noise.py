@@ -76,6 +76,15 @@ class Address:
         owner: whose noise it is: a peer's name, or ``"data"``.
         stream: what it is for: ``"step"`` (training), ``"draw"`` (prediction), ``"order"``, ``"augment"``...
         number: the step or draw number; a Python integer or an int64 scalar tensor.
+
+    Example:
+        >>> from peerbayes import Address
+        >>> from peerbayes.math.noise import normal
+        >>> address = Address(seed=0, owner="peer")
+        >>> bool((normal(address.at(1), 3) == normal(address.at(1), 3)).all())
+        True
+        >>> bool((normal(address.at(1), 3) == normal(address.at(2), 3)).any())
+        False
     """
 
     seed: int = 0
@@ -164,6 +173,12 @@ def bits(address: Address, count: int, device: torch.device | str | None = None,
     """Return ``count`` uniform 64-bit patterns as int64, shape ``(count,)``: elements ``first`` and on.
 
     Without a device they are made where a tensor ``number`` lives, or else on torch's default device.
+
+    Args:
+        address: where the noise lives.
+        count: how many.
+        device: where they are made.
+        first: number of the first element.
     """
     return _bits_from(start(address, device), count, first)
 
@@ -175,13 +190,25 @@ def _bits_from(begin: Tensor, count: int, first: int = 0) -> Tensor:
 
 
 def uniform(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:
-    """Return ``count`` float32 numbers, uniform on (0, 1), shape ``(count,)``."""
+    """Return ``count`` float32 numbers, uniform on (0, 1), shape ``(count,)``.
+
+    Args:
+        address: where the noise lives.
+        count: how many.
+        device: where they are made.
+        first: number of the first element.
+    """
     # 23 bits plus a half: exact in float32 and never 0 or 1.
     return ((bits(address, count, device, first) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
 def uniform_from(number: Tensor, count: int) -> Tensor:
-    """Return ``count`` float32 numbers, uniform on (0, 1), made of int64 ``number`` (1,), also within `torch.vmap`."""
+    """Return ``count`` float32 numbers, uniform on (0, 1), made of one int64, also within `torch.vmap`.
+
+    Args:
+        number: the int64, shape (1,).
+        count: how many.
+    """
     index = torch.arange(count, dtype=torch.int64, device=number.device)
     stride = _mix(number * GAMMA + MULTIPLY_1) | 1
     return (((_mix(index * stride + number) >> 41) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
@@ -191,12 +218,22 @@ def normal(address: Address, count: int, device: torch.device | str | None = Non
     """Return ``count`` float32 standard normal numbers by Box-Muller, shape ``(count,)``.
 
     One 64-bit pattern gives two numbers: element ``i`` and element ``i + ceil(count / 2)``.
+
+    Args:
+        address: where the noise lives.
+        count: how many.
+        device: where they are made.
     """
     return normal_from(start(address, device), count)
 
 
 def normal_from(begin: Tensor, count: int) -> Tensor:
-    """Return what `normal` does, from `start`: for compiled functions, which can't take an address."""
+    """Return what `normal` does, from `start`: for compiled functions, which can't take an address.
+
+    Args:
+        begin: what `start` returns, int64 (2,).
+        count: how many.
+    """
     half = (count + 1) // 2
     result = torch.empty(2 * half, dtype=torch.float32, device=begin.device)
     for first, last in pieces(half, begin.device):
@@ -205,7 +242,12 @@ def normal_from(begin: Tensor, count: int) -> Tensor:
 
 
 def normal_whole(begin: Tensor, count: int) -> Tensor:
-    """Return what `normal_from` does, without writing into parts of tensors: for exported programs, which copy then."""
+    """Return what `normal_from` does, without writing into parts of tensors: for exported programs, which copy then.
+
+    Args:
+        begin: from `start`.
+        count: how many.
+    """
     z = _bits_from(begin, (count + 1) // 2)
     radius = ((z >> 32) & 0xFFFFFFFF).float().add(0.5).mul(2.0**-32).log().mul(-2).sqrt()
     angle = (z & 0xFFFFFFFF).float() * TURN
@@ -217,6 +259,10 @@ def normal_pieces(begin: Tensor, count: int) -> Iterator[tuple[int, int, Tensor,
 
     They are elements ``first`` to ``last``, and as many from element ``first + ceil(count / 2)`` on, of which the very
     last is one too many where the count is odd. They are overwritten when the next ones are made.
+
+    Args:
+        begin: what `start` returns, int64 (2,).
+        count: how many in all.
     """
     found = torch.empty(0)
     for first, last in pieces((count + 1) // 2, begin.device):
@@ -231,6 +277,10 @@ def pieces(count: int, device: torch.device) -> list[tuple[int, int]]:
     """Return ``range(count)`` in pieces (first, last) that a CPU can work on in its cache; elsewhere it is one piece.
 
     Temporaries of millions of numbers cost more than the arithmetic: so 11 million normal numbers take half the time.
+
+    Args:
+        count: how many in all.
+        device: where they are worked on.
     """
     step = PIECE * torch.get_num_threads() if device.type == "cpu" and not torch.compiler.is_compiling() else count
     return [(first, min(first + step, count)) for first in range(0, count, max(1, step))]
@@ -246,14 +296,28 @@ def _box_muller(z: Tensor, radius: Tensor, angle: Tensor) -> None:
 
 
 def permutation(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
-    """Return a uniform permutation of ``range(count)`` as int64, the same on every device."""
+    """Return a uniform permutation of ``range(count)`` as int64, the same on every device.
+
+    Args:
+        address: where the noise lives.
+        count: how many.
+        device: where they are made.
+    """
     return torch.argsort(bits(address, count, device), stable=True)
 
 
 def integers(
     address: Address, high: int, count: int, device: torch.device | str | None = None, first: int = 0
 ) -> Tensor:
-    """Return ``count`` integers in ``[0, high)``, shape ``(count,)`` (bias below ``high / 2**32``)."""
+    """Return ``count`` integers in ``[0, high)``, shape ``(count,)`` (bias below ``high / 2**32``).
+
+    Args:
+        address: where the noise lives.
+        high: one above the largest.
+        count: how many.
+        device: where they are made.
+        first: number of the first element.
+    """
     if not 1 <= high <= 1 << 31:
         raise InputError(f"high is {high}: expected 1 to 2**31.")
     return (((bits(address, count, device, first) >> 32) & 0xFFFFFFFF) * high) >> 32

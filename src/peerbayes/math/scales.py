@@ -17,7 +17,12 @@ def inverse_softplus(values: Tensor) -> Tensor:
 
 
 def sigma_gradient(rho: Tensor, gradient: Tensor) -> Tensor:
-    """Return ∂L/∂σ = ∂L/∂ρ / softplus′(ρ) of a gradient by ρ."""
+    """Return ∂L/∂σ = ∂L/∂ρ / softplus′(ρ) of a gradient by ρ.
+
+    Args:
+        rho: ρ, with σ = softplus(ρ).
+        gradient: ∂L/∂ρ.
+    """
     return gradient / torch.sigmoid(rho)
 
 
@@ -26,6 +31,10 @@ def moved(rho: Tensor, sigma: Tensor) -> Tensor:
 
     A step at most halves or doubles a scale, so that it stays positive, and takes none below 1e-12. Where it changes
     nothing, ρ stays what it was.
+
+    Args:
+        rho: before the step.
+        sigma: σ after it.
     """
     before = F.softplus(rho)
     after = sigma.clamp(torch.maximum(before / MOST, before.clamp_max(LEAST)), before * MOST)

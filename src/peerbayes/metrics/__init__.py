@@ -1,7 +1,6 @@
 """Pure functions of predictions and labels, of the loss around trained weights, and of results over seeds."""
 
 from peerbayes.metrics.calibration import (
-    TEMPERATURE_WIDTH,
     ClassConfidence,
     Reliability,
     adaptive_ece,
@@ -20,7 +19,6 @@ from peerbayes.metrics.selective import aurc, retention_curve
 from peerbayes.metrics.spread import PairedDifference, Summary, paired_difference, summarise
 
 __all__ = [
-    "TEMPERATURE_WIDTH",
     "ClassConfidence",
     "PairedDifference",
     "Reliability",

@@ -46,7 +46,7 @@ DRAWN = ("accuracy", "nll", "ece", "auroc", "bytes", "microseconds")
 def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """Return figures of every step that led to each run; see `COLUMNS`.
 
-    Steps are judged on the data sets out of distribution that the last recipe names. What predicts with one plain
+    Steps are evaluated on the data sets out of distribution that the last recipe names. What predicts with one plain
     network is as large as that network, whatever lies in the run beside it. A prediction's time is that of all draws of
     all peers, the best of some repeats, on this machine.
     """

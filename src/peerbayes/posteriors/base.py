@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from peerbayes.errors import InputError, reason
+from peerbayes.data.transforms.scaling import prepared
+from peerbayes.errors import InputError, nearest, reason, within
+from peerbayes.importing import imported, in_run
 from peerbayes.math.noise import Address, format_of, seed_of
 from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
@@ -30,8 +32,8 @@ from peerbayes.posteriors.parameters import (
     take_parameters,
     under_first_names,
 )
-from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
+from peerbayes.posteriors.recipe_options import PosteriorOptions, constructor_fields, options_of
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split
@@ -42,11 +44,19 @@ Reduction = Literal["sum", "layer_mean"]
 KINDS = ("point", "mean_field", "rank_one", "swag", "laplace", "mc_dropout")
 # where the kinds of posteriors are that are imported when they are first asked for
 _MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS} | {"shared": "peerbayes.codebook.shared"}
+_MEAN_FIELD = ("bayesian", "gaussian", "variational")  # what a mean-field posterior is called elsewhere
 
 
 class Weights(dict[str, Tensor]):
     """One draw: every parameter of the network by name, the flat tensor that the Bayesian ones are views of, and the
     standard deviations it was drawn with, so that terms need not work them out again.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField
+        >>> weights = MeanField(torch.nn.Linear(4, 3)).draw(Address(0))
+        >>> weights["weight"].shape, weights.flat.shape
+        (torch.Size([3, 4]), torch.Size([15]))
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, std: Tensor | None = None) -> None:
@@ -69,6 +79,13 @@ class Posterior(nn.Module):
             safetensors file.
         seed: with ``name``, where its draws live in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import MeanField, Posterior
+        >>> posterior = MeanField(torch.nn.Linear(4, 3))
+        >>> isinstance(posterior, Posterior), posterior.layout.size, list(posterior.layout.shapes)
+        (True, 15, ['weight', 'bias'])
     """
 
     _inverse_sizes: Tensor
@@ -78,6 +95,7 @@ class Posterior(nn.Module):
     has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
     made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
     shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
+    averages: ClassVar[tuple[str, ...]] = ()  # ways in which `average` makes one network of its members
     told_of_batch: bool = False  # that its predictions depend on the batch
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
@@ -176,7 +194,14 @@ class Posterior(nn.Module):
         extra: Tensor | None,  # noqa: ARG002
         layers: Sequence[str] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (members · B, C) and the outputs of the named layers, those of the first member first."""
+        """Return logits (members · B, C) and the outputs of the named layers, those of the first member first.
+
+        Args:
+            inputs: (B, ...).
+            flat: the Bayesian weights (size,).
+            extra: what else `training_weights` returns.
+            layers: whose outputs are wanted.
+        """
         with capture(self.network, layers) as found:
             logits = self.run_network(inputs, self.named(flat))
         return logits, [found[layer] for layer in layers]
@@ -216,10 +241,76 @@ class Posterior(nn.Module):
 
     @classmethod
     def of_kind(cls, kind: str) -> type[Posterior]:
-        """Return the posteriors' class of a kind, such as ``mean_field``."""
+        """Return the posteriors' class of a kind, such as ``mean_field``.
+
+        A class of one's own is found under its ``kind`` once its module has been imported; where that is
+        ``package.module:Class``, it is imported.
+        """
         if kind in _MODULES:
             importlib.import_module(_MODULES[kind])
+        elif ":" in kind and kind not in Posterior._kinds:
+            imported(kind, "posterior")
+        if kind not in Posterior._kinds:
+            meant = "; did you mean 'mean_field', a Gaussian a weight?" if kind in _MEAN_FIELD else ""
+            known = {*_MODULES, *Posterior._kinds}
+            raise InputError(f"there is no kind '{kind}'{meant or nearest(kind, known)}")
         return Posterior._kinds[kind]
+
+    # ---- its options in a recipe, all of which are arguments of its constructor -----------------------------------
+
+    @classmethod
+    def recipe_options(cls) -> type[PosteriorOptions]:
+        """Return the schema of its options in a recipe."""
+        return options_of(cls)  # type: ignore[arg-type]  # of a class, which is hashable
+
+    @classmethod
+    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option in a recipe; see the class."""
+        return constructor_fields(cls)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that are each valid but contradict each other, by a `ValueError`."""
+
+    @classmethod
+    def arguments_of(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the constructor that a recipe's options mean."""
+        return dict(options)
+
+    @classmethod
+    def needs_start(cls, options: Mapping[str, Any]) -> str:  # noqa: ARG003
+        """Return why a peer of these options has to start from something; "" where it need not."""
+        return ""
+
+    @classmethod
+    def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
+        """Return what takes its place in checks before what it is made of has been trained.
+
+        For kinds that are made of a posterior, as `made_from` is.
+
+        Args:
+            network: any module.
+            options: of the recipe.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def made_from(
+        cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
+    ) -> Posterior:
+        """Make it of a trained posterior.
+
+        Args:
+            posterior: trained; it is not changed.
+            network: of the same architecture.
+            options: of the recipe.
+            split: training inputs.
+            seed: with ``name``, where its draws live.
+            name: the peer's.
+        """
+        raise NotImplementedError
 
     @classmethod
     def varies(cls, options: Mapping[str, Any]) -> bool:  # noqa: ARG003
@@ -229,7 +320,13 @@ class Posterior(nn.Module):
     def forward_members(
         self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...)."""
+        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...).
+
+        Args:
+            inputs: (B, ...).
+            noise: (noise_size,); None for the mean weights.
+            layers: whose outputs are wanted.
+        """
         flat, _, extra = self.training_weights(noise)
         logits, outputs = self.training_pass(inputs, flat, extra, layers)
         shape = (self.members, -1)
@@ -239,6 +336,10 @@ class Posterior(nn.Module):
     def member(self, number: int | Tensor) -> Weights:  # noqa: ARG002
         """Return the mean weights of one of its members; a posterior of one has no other."""
         return self.centre()
+
+    def average(self, merge: Any) -> nn.Module:
+        """Return one network that its members are averaged to, in one of the ways of `averages`."""
+        raise NotImplementedError
 
     def end_epoch(
         self,
@@ -277,7 +378,12 @@ class Posterior(nn.Module):
         return self.mean.device
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
-        """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats."""
+        """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats.
+
+        Args:
+            reduction: ``sum`` or ``layer_mean``.
+            weights: the draw that estimates it, where it has no closed form.
+        """
         per_weight = self.kl_per_weight(weights)
         return per_weight.sum() if reduction == "sum" else self.layer_mean_sum(per_weight)
 
@@ -290,7 +396,12 @@ class Posterior(nn.Module):
         return self.weights(self.mean)
 
     def weights(self, flat: Tensor, std: Tensor | None = None) -> Weights:
-        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,)."""
+        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,).
+
+        Args:
+            flat: the Bayesian weights.
+            std: their standard deviations, if a term may need them.
+        """
         return Weights(self.named(flat), flat, std)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -304,7 +415,13 @@ class Posterior(nn.Module):
         return self.run_network(inputs, weights if weights is not None else self.centre())
 
     def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
-        """Return the network's output with the named tensors in the places of its parameters."""
+        """Return the network's output with the named tensors in the places of its parameters.
+
+        Args:
+            inputs: (B, ...).
+            tensors: parameters by name.
+            network: in the place of its own.
+        """
         network = self.network if network is None else network
         inputs = prepared(inputs)
         if self.plain_memory:
@@ -323,7 +440,13 @@ class Posterior(nn.Module):
     def forward_features(
         self, inputs: Tensor, weights: Weights, layers: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits and the outputs of the named layers."""
+        """Return logits and the outputs of the named layers.
+
+        Args:
+            inputs: (B, ...).
+            weights: a draw.
+            layers: whose outputs are wanted.
+        """
         with capture(self.network, layers) as found:
             logits = self(inputs, weights)
         return logits, found
@@ -332,6 +455,11 @@ class Posterior(nn.Module):
         """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`.
 
         They are tempered by ``temperature``, but for ``calibrated=False``.
+
+        Args:
+            images: (N, ...), in [0, 1] or uint8; texts as token numbers.
+            draws: how many networks.
+            options: what `predict` takes besides.
         """
         from peerbayes.inference.prediction import predict
 
@@ -408,7 +536,12 @@ class Posterior(nn.Module):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
+        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
+
+        Args:
+            tensors: by place and name.
+            origin: where they come from, which begins the error.
+        """
         own = self.state()
         require_same(tensors, own, origin)
         for name, tensor in own.items():
@@ -418,6 +551,10 @@ class Posterior(nn.Module):
         """Write the posterior to one safetensors file, atomically; without ``anchors`` for predictions alone.
 
         Anchors are what an anchored prior is centred at; a posterior that is read without them is anchored anew.
+
+        Args:
+            path: the file.
+            anchors: whether it can be trained on as it was.
         """
         state = self.state()
         storage.write(
@@ -428,7 +565,12 @@ class Posterior(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, network: nn.Module) -> Self:
-        """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian."""
+        """Read a posterior that `save` wrote, over the same architecture; the file says what is Bayesian.
+
+        Args:
+            path: the file.
+            network: any module of that architecture; it is not changed.
+        """
         return cls._of(path, network, *storage.read(Path(path)))
 
     @classmethod
@@ -437,10 +579,8 @@ class Posterior(nn.Module):
     ) -> Self:
         """Return the posterior of a file's tensors and description."""
         kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
-        try:
+        with within(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}"), in_run():
             found = Posterior.of_kind(str(kind))
-        except KeyError:
-            raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}") from None
         if not issubclass(found, cls):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
@@ -478,7 +618,13 @@ class Posterior(nn.Module):
         about: Mapping[str, Any],  # noqa: ARG002
         origin: str,  # noqa: ARG002
     ) -> Mapping[str, Tensor]:
-        """Return what `load_state` takes, of a file's tensors and description."""
+        """Return what `load_state` takes, of a file's tensors and description.
+
+        Args:
+            tensors: the file's.
+            about: its description.
+            origin: its name, which begins the error.
+        """
         return tensors
 
     def _adopt(

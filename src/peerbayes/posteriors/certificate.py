@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.math.guarantees import conformal_scores
+from peerbayes.math.conformal import conformal_scores
 from peerbayes.schema import Strict
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -22,7 +22,7 @@ class CoveragePromise(Strict):
 
     Attributes:
         level: the coverage.
-        method: of the scores; see `peerbayes.math.guarantees.conformal_scores`.
+        method: of the scores; see `peerbayes.math.conformal.conformal_scores`.
         thresholds: highest score of a class in a set; one, or one for each class.
         images: calibration images behind each threshold.
         penalty: of a place beyond ``rank``; of ``raps``.
@@ -165,7 +165,13 @@ class Certificate(Strict):
 
 
 def how_to(origin: str, coverage: float | None, risk: float | None) -> str:
-    """Return how promises are made, as the end of a sentence."""
+    """Return how promises are made, as the end of a sentence.
+
+    Args:
+        origin: the run or posterior.
+        coverage: that is promised, if any.
+        risk: that is promised, if any.
+    """
     options = "".join(f" --{name} {level}" for name, level in (("coverage", coverage), ("risk", risk)) if level)
     return f"`peerbayes calibrate {origin}{options}` promises it"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
 from peerbayes.networks.features import find_layer
@@ -16,7 +17,7 @@ from peerbayes.posteriors.base import Source, Weights
 from peerbayes.posteriors.network_state import evaluating
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
-from peerbayes.posteriors.prepare import prepared
+from peerbayes.schema import PositiveFloat
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split
@@ -69,7 +70,7 @@ class Laplace(Point):
         self,
         network: nn.Module,
         *,
-        prior_precision: float | None = None,
+        prior_precision: PositiveFloat | None = None,
         layer: str | None = None,
         bayesian: Predicate = conv_and_linear,
         start_from: Source | None = None,
@@ -104,7 +105,14 @@ class Laplace(Point):
     def training_pass(
         self, inputs: Tensor, flat: Tensor, extra: Tensor | None, layers: Sequence[str] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits and features; refuse, once, a network whose logits are not what the last layer returns."""
+        """Return logits and features; refuse, once, a network whose logits are not what the last layer returns.
+
+        Args:
+            inputs: a batch.
+            flat: the Bayesian weights.
+            extra: as of `Posterior.training_weights`.
+            layers: whose outputs are the features.
+        """
         if self._tried or torch.compiler.is_compiling():
             return super().training_pass(inputs, flat, extra, layers)
         logits, features = super().training_pass(inputs, flat, extra, [*layers, self.layer])
@@ -121,7 +129,12 @@ class Laplace(Point):
 
     @torch.no_grad()
     def conclude(self, split: Split, augment: Sequence[str]) -> None:  # noqa: ARG002
-        """Find the curvature on the training inputs, as they are, and the precision of the prior."""
+        """Find the curvature on the training inputs, as they are, and the precision of the prior.
+
+        Args:
+            split: the training split.
+            augment: not used.
+        """
         total_in, total_out = self._factors(split)
         values_in, rotation_in = torch.linalg.eigh(total_in / len(split))
         values_out, rotation_out = torch.linalg.eigh(total_out)
@@ -199,7 +212,12 @@ class Laplace(Point):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
+        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
+
+        Args:
+            tensors: what `state` returned.
+            origin: where they are from, for messages.
+        """
         super().load_state(tensors, origin)
         self._note()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, PeerbayesWarning
@@ -17,6 +18,7 @@ from peerbayes.math.noise import Address, normal
 from peerbayes.posteriors.base import Posterior, Source, Weights
 from peerbayes.posteriors.initial_scales import initial_rho
 from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, weight_layers
+from peerbayes.schema import PositiveFloat
 
 
 class MeanField(Posterior):
@@ -42,6 +44,16 @@ class MeanField(Posterior):
         start_from: a trained network to take means, batch-norm parameters and statistics from.
         seed: with ``name``, where its noise lives: the initial ρ, and its draws in predictions.
         name: a name of its own makes peers of one seed differ.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes import Address, MeanField
+        >>> network = torch.nn.Linear(4, 3)
+        >>> posterior = MeanField(network, prior_std=0.5)
+        >>> bool((posterior.draw(Address(0))["weight"] == network.weight).any())
+        False
+        >>> torch.equal(posterior.materialise().weight, network.weight)
+        True
     """
 
     anchor: Tensor
@@ -55,10 +67,10 @@ class MeanField(Posterior):
         network: nn.Module,
         *,
         rho: float | None = None,
-        gain: float | None = None,
-        uniform: float | None = None,
-        width: float | None = None,
-        prior_std: float = 1.0,
+        gain: PositiveFloat | None = None,
+        uniform: PositiveFloat | None = None,
+        width: PositiveFloat | None = None,
+        prior_std: PositiveFloat = 1.0,
         prior: Literal["normal", "anchored"] = "normal",
         noise: Literal["gaussian", "radial"] = "gaussian",
         bayesian: Predicate | Sequence[str] | None = None,
@@ -85,6 +97,36 @@ class MeanField(Posterior):
         self.rho = nn.Parameter(initial_rho(self.layout, self.mean, Address(seed, name, "initial rho"), scales))
         anchor = self.mean.detach().clone() if prior == "anchored" else torch.zeros((), device=self.mean.device)
         self.register_buffer("anchor", anchor, persistent=False)
+
+    @classmethod
+    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option in a recipe; see `peerbayes.MeanField`.
+
+        Recipes keep what they have always meant: scales of ``rho`` = -3 where nothing else is given, and Bayesian are
+        convolutions, linear and attention layers. ``layers`` is the choice of Python, with recurrent and embedding
+        layers.
+        """
+        names = Annotated[list[str], Field(min_length=1)]
+        bayesian = (names | Literal["layers"] | None, None)
+        return super().option_fields() | {"rho": (float, -3.0), "bayesian": bayesian}
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse two kinds of initial scales."""
+        if len(instead := _instead_of_rho(options)) > 1:
+            raise ValueError(f"{' and '.join(instead)} are given, expected one of them")
+
+    @classmethod
+    def arguments_of(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the constructor that a recipe's options mean."""
+        given, chosen = options["bayesian"], {None: conv_and_linear, "layers": None}
+        bayesian = given if isinstance(given, list) else chosen[given]
+        return {**options, "bayesian": bayesian} | ({"rho": None} if _instead_of_rho(options) else {})
+
+    @classmethod
+    def needs_start(cls, options: Mapping[str, Any]) -> str:
+        """Return why an anchored prior needs a start."""
+        return "has an anchored prior but no start_from to anchor it at" if options["prior"] == "anchored" else ""
 
     def _warn_of_few(self, network: str) -> None:
         others = self.rest_layout.shapes
@@ -166,7 +208,13 @@ class MeanField(Posterior):
         return tensors
 
     def unpacked(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Return what `load_state` takes: with the means for anchors where a file has none."""
+        """Return what `load_state` takes: with the means for anchors where a file has none.
+
+        Args:
+            tensors: the file's.
+            about: its description.
+            origin: its name, which begins the error.
+        """
         if self.prior != "anchored" or any(name.startswith("anchor/") for name in tensors):
             return tensors
         means = {name: t for name, t in tensors.items() if name.startswith("mean/")}
@@ -175,3 +223,7 @@ class MeanField(Posterior):
     def options(self) -> dict[str, Any]:
         """Return the options that `load` needs; the values of ρ are in the file."""
         return {"prior_std": self.prior_std, "prior": self.prior, "noise": self.noise}
+
+
+def _instead_of_rho(options: Mapping[str, Any]) -> list[str]:
+    return [name for name in ("gain", "uniform", "width") if options[name] is not None]

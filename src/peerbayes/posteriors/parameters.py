@@ -16,7 +16,18 @@ Predicate = Callable[[str, nn.Module], bool]
 
 
 def conv_and_linear(_name: str, module: nn.Module) -> bool:
-    """The choice of points, members and recipes: weights and biases of convolutions, linear and attention layers."""
+    """The choice of points, members and recipes: weights and biases of convolutions, linear and attention layers.
+
+    Args:
+        _name: the parameter's.
+        module: that owns it.
+
+    Example:
+        >>> from torch import nn
+        >>> from peerbayes.posteriors import conv_and_linear
+        >>> conv_and_linear("0.weight", nn.Conv2d(1, 2, 3)), conv_and_linear("1.weight", nn.BatchNorm2d(2))
+        (True, False)
+    """
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
 
 
@@ -24,6 +35,10 @@ def weight_layers(name: str, module: nn.Module) -> bool:
     """The default choice of `MeanField`: `conv_and_linear`, recurrent layers, and embeddings.
 
     Not embeddings with a ``padding_idx``, whose row is 0 and has no gradient, or a ``max_norm``, which changes weights.
+
+    Args:
+        name: the parameter's.
+        module: that owns it.
     """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return module.max_norm is None and (module.padding_idx is None or isinstance(module, nn.EmbeddingBag))
@@ -31,7 +46,12 @@ def weight_layers(name: str, module: nn.Module) -> bool:
 
 
 def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:
-    """Return the choice of parameters by patterns of their names, such as ``embed*``; each must fit one at least."""
+    """Return the choice of parameters by patterns of their names, such as ``embed*``; each must fit one at least.
+
+    Args:
+        patterns: shell patterns.
+        network: that has the parameters.
+    """
     names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -44,8 +64,17 @@ def by_name(patterns: Sequence[str], network: nn.Module) -> Predicate:
 def take_parameters(
     network: nn.Module, bayesian: Predicate
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    # The parameters are taken out of the copy, so that the flat tensors are their only home; tied parameters
-    # keep one home and get the same view.
+    """Take a network's trainable parameters out of it, so that flat tensors are their only home.
+
+    Tied parameters keep one home and get the same view.
+
+    Args:
+        network: a copy, which is changed.
+        bayesian: chooses parameters by (parameter name, module that owns it).
+
+    Returns:
+        The chosen ones, all others, and further names of tied ones, by name.
+    """
     chosen: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -79,7 +108,12 @@ def first_names(network: nn.Module) -> dict[str, str]:
 
 
 def under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
-    # Files may hold a tied parameter under all of its names or under any one of them.
+    """Return a state by the first names of its tensors; files may hold a tied one under any of its names, or all.
+
+    Args:
+        state: tensors by name.
+        first: the first name of every name, from `first_names`.
+    """
     named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
     return {home: tensor for name, home, tensor in named if name == home or home not in state}
 
@@ -123,7 +157,13 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:
-    """Refuse tensors that have not the expected names and shapes, or are not finite where those are."""
+    """Refuse tensors that have not the expected names and shapes, or are not finite where those are.
+
+    Args:
+        given: what a file or user gave.
+        expected: what is needed.
+        origin: where the former come from, which begins the error.
+    """
     for name, tensor in expected.items():
         if name not in given:
             raise InputError(f"{origin}: has no tensor '{name}'; is it of another network?")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
@@ -18,7 +19,7 @@ from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.prepare import prepared
+from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat
 
 if TYPE_CHECKING:
     from peerbayes.inference.prediction import Prediction
@@ -71,6 +72,7 @@ class RankOne(Posterior):
     """
 
     kind: ClassVar[str] = "rank_one"
+    averages: ClassVar[tuple[str, ...]] = get_args(Merge)
 
     _inverse_factor_sizes: Tensor
 
@@ -80,10 +82,10 @@ class RankOne(Posterior):
         members: int = 4,
         *,
         factors: Literal["ones", "random", "signs"] = "ones",
-        spread: float = 0.5,
+        spread: NotNegativeFloat = 0.5,
         gaussian: bool = False,
         rho: float = -3.0,
-        prior_std: float = 0.1,
+        prior_std: PositiveFloat = 0.1,
         scale_gradients: bool = True,
         decay_factors: bool = True,
         predicts: Literal["average", "members"] = "members",
@@ -119,6 +121,16 @@ class RankOne(Posterior):
         self.register_buffer("_inverse_factor_sizes", inverse, persistent=False)
         attach(self.network, self.layers)
         self._tried: set[Hashable] = set()  # what `_check_rows` has accepted
+
+    @classmethod
+    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option in a recipe; see `peerbayes.RankOne`.
+
+        Args:
+            members: M; 0 is one for each teacher.
+        """
+        fields = super().option_fields()
+        return fields | {"members": (NotNegativeInt, fields["members"][1])}
 
     def _initial(self, factors: str, spread: float) -> Tensor:
         total, device = self.members * self.factor_layout.size, self.mean.device

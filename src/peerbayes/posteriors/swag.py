@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
@@ -62,7 +63,7 @@ class Swag(Point):
         self,
         network: nn.Module,
         *,
-        rank: int = 20,
+        rank: Annotated[int, Field(ge=2)] = 20,
         bayesian: Predicate = conv_and_linear,
         start_from: Source | None = None,
         seed: int = 0,
@@ -90,7 +91,12 @@ class Swag(Point):
         moments: Mapping[str, Mapping[str, Tensor]],  # noqa: ARG002
         gradient: Callable[[str], Tensor | None],  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Keep the weights as they are, in the place of the oldest; what has learnt before begins anew."""
+        """Keep the weights as they are, in the place of the oldest; what has learnt before begins anew.
+
+        Args:
+            moments: not used.
+            gradient: not used.
+        """
         if self.stochastic:
             self.collected.zero_()
             self.settled.zero_()
@@ -114,7 +120,12 @@ class Swag(Point):
         self._note()
 
     def conclude(self, split: Split, augment: Sequence[str]) -> None:
-        """Settle the Gaussian, and estimate batch-norm's statistics under it; what has not learnt stays as it is."""
+        """Settle the Gaussian, and estimate batch-norm's statistics under it; what has not learnt stays as it is.
+
+        Args:
+            split: the training split.
+            augment: how its images were augmented.
+        """
         from peerbayes.inference.recalibration import recalibrate
 
         if self.stochastic or not self.count:
@@ -162,7 +173,12 @@ class Swag(Point):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits."""
+        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
+
+        Args:
+            tensors: what `state` returned.
+            origin: where they are from, for messages.
+        """
         super().load_state(tensors, origin)
         self._note()
 

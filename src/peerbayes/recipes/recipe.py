@@ -41,6 +41,11 @@ class Recipe(Strict):
             before it after their update.
         gradient_share_every: steps between two measurements of each term's share of the gradient; 0 for never,
             ``epoch`` for an epoch or 100 steps, whichever is longer.
+
+    Example:
+        >>> import peerbayes as pb
+        >>> isinstance(pb.load_recipe("plain"), pb.Recipe)
+        True
     """
 
     name: str = ""
@@ -71,6 +76,10 @@ class Recipe(Strict):
                 )
         return self
 
+    def peer(self, name: str) -> Peer:
+        """Return the settings of the peer of that name."""
+        return next(peer for peer in self.peers if peer.name == name)
+
     @property
     def epochs(self) -> int:
         """Epochs of all stages."""
@@ -97,7 +106,12 @@ class Recipe(Strict):
 
 
 def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
-    """Return a recipe that takes so many epochs in all: stages, milestones, warm-up and schedules in proportion."""
+    """Return a recipe that takes so many epochs in all: stages, milestones, warm-up and schedules in proportion.
+
+    Args:
+        recipe: whose stages are scaled.
+        epochs: of all stages.
+    """
     if not isinstance(epochs, int) or epochs < len(recipe.stages):
         raise InputError(f"epochs is {epochs!r}, expected at least {len(recipe.stages)}, one a stage of {recipe.name}")
     table, ratio = recipe.model_dump(exclude_none=True), epochs / max(1, recipe.epochs)
@@ -144,7 +158,12 @@ def changes_of(recipe: Recipe) -> list[str]:
 
 
 def changes_between(before: Recipe, after: Recipe) -> list[str]:
-    """Return the lines that `--set` makes one recipe of another with."""
+    """Return the lines that `--set` makes one recipe of another with.
+
+    Args:
+        before: the one recipe.
+        after: the other.
+    """
     return list(_lines([], before.model_dump(), after.model_dump()))
 
 
@@ -233,7 +252,18 @@ def _package() -> Path:
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:
-    """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it."""
+    """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it.
+
+    Args:
+        recipe: a name, a TOML file, or a recipe.
+        overrides: changes, in order.
+
+    Example:
+        >>> import peerbayes as pb
+        >>> recipe = pb.load_recipe("mutual/digits-ours", ["stages.*.epochs=3"])
+        >>> recipe.epochs, [peer.name for peer in recipe.peers]
+        (6, ['scratch', 'pretrained'])
+    """
     if isinstance(recipe, Recipe):
         if not overrides:
             return recipe
@@ -311,7 +341,13 @@ def _find(recipe: Any) -> tuple[Path, str, str]:
 
 
 def change(table: dict[str, Any], override: str, origin: str) -> None:
-    """Change a recipe's table in place, by a line such as ``stages.0.epochs=5``."""
+    """Change a recipe's table in place, by a line such as ``stages.0.epochs=5``.
+
+    Args:
+        table: of the recipe.
+        override: ``KEY=VALUE``.
+        origin: the recipe's name, which begins the error.
+    """
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise InputError(f"--set {override}: expected KEY=VALUE, such as stages.0.epochs=5")
@@ -330,7 +366,12 @@ def _meant(parts: Sequence[str], table: Mapping[str, Any]) -> str:
 
 
 def keys_meant(parts: Sequence[str], recipe: Recipe) -> str:
-    """Return ``"; did you mean 'stages.*.epochs'?"`` for the last parts of a key; "" where no key ends in them."""
+    """Return ``"; did you mean 'stages.*.epochs'?"`` for the last parts of a key; "" where no key ends in them.
+
+    Args:
+        parts: of the key.
+        recipe: whose keys may be meant.
+    """
     ends = [path for path in dict.fromkeys(_paths((), recipe.model_dump())) if path[-len(parts) :] == tuple(parts)]
     meant = [f"'{'.'.join(path)}'" for path in ends[:3]]
     return f"; did you mean {' or '.join(meant)}?" if meant else ""

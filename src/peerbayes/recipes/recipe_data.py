@@ -47,6 +47,10 @@ def fitted_to(recipe: Recipe, loaded: Dataset) -> Recipe:
     """Return a recipe with what it leaves to its data: networks called ``auto``, and then crops, flips and batches.
 
     Images are cropped, and coloured ones flipped; small splits have smaller batches, so that an epoch has some steps.
+
+    Args:
+        recipe: the recipe.
+        loaded: its data.
     """
     if all(peer.network != networks.AUTO for peer in recipe.peers):
         return recipe
@@ -71,7 +75,12 @@ def network_inputs(loaded: Dataset) -> networks.Inputs:
 
 
 def refuse_other_words(folder: Path, loaded: Dataset) -> None:
-    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree."""
+    """Refuse weights of a run over texts to which other numbers stand for the words; their shapes may well agree.
+
+    Args:
+        folder: the run.
+        loaded: data that it is to read.
+    """
     path = folder / "vocabulary.json"
     if loaded.vocabulary is None or not path.is_file():
         return

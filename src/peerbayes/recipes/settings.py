@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from peerbayes.codebook.shared import DEFAULT_BITS, check_bits
 from peerbayes.data.transforms.augment import AUGMENTATIONS
-from peerbayes.errors import nearest
-from peerbayes.posteriors.parameters import conv_and_linear
-from peerbayes.schema import Strict, nested
+from peerbayes.errors import InputError, nearest
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.recipe_options import PosteriorOptions
+from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat, PositiveInt, Strict, fault, nested
 from peerbayes.terms.definition import find as find_term
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
 CUSTOM = "custom"  # the network of a peer that came from Python, not from a recipe
 
 
@@ -65,164 +64,6 @@ class Data(Strict):
         return names
 
 
-class PosteriorOptions(Strict):
-    """What the settings of all posteriors have in common."""
-
-    kind: str
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that the posterior is built with."""
-        return self.model_dump(exclude={"kind"})
-
-
-class PointOptions(PosteriorOptions):
-    """One set of weights."""
-
-    kind: Literal["point"]
-
-
-class MeanFieldOptions(PosteriorOptions):
-    """A Gaussian for every weight; see `peerbayes.MeanField`.
-
-    Recipes keep what they have always meant: scales of ``rho`` = -3 where nothing else is given, and Bayesian are
-    convolutions, linear and attention layers. ``layers`` is the choice of Python, with recurrent and embedding layers.
-    """
-
-    kind: Literal["mean_field"]
-    rho: float = -3.0
-    gain: PositiveFloat | None = None
-    uniform: PositiveFloat | None = None
-    width: PositiveFloat | None = None
-    prior_std: PositiveFloat = 1.0
-    prior: Literal["normal", "anchored"] = "normal"
-    noise: Literal["gaussian", "radial"] = "gaussian"
-    bayesian: Annotated[list[str], Field(min_length=1)] | Literal["layers"] | None = None
-
-    @property
-    def _instead(self) -> list[str]:
-        return [name for name in ("gain", "uniform", "width") if getattr(self, name) is not None]
-
-    @model_validator(mode="after")
-    def _one_kind_of_scales(self) -> MeanFieldOptions:
-        if len(self._instead) > 1:
-            raise ValueError(f"{' and '.join(self._instead)} are given, expected one of them")
-        return self
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that the posterior is built with."""
-        chosen = {None: conv_and_linear, "layers": None}
-        bayesian = self.bayesian if isinstance(self.bayesian, list) else chosen[self.bayesian]
-        return super().arguments() | {"bayesian": bayesian} | ({"rho": None} if self._instead else {})
-
-
-class RankOneOptions(PosteriorOptions):
-    """Members that share their weights; see `peerbayes.RankOne`. ``members`` 0 is one for each teacher."""
-
-    kind: Literal["rank_one"]
-    members: Annotated[int, Field(ge=0)] = 4
-    factors: Literal["ones", "random", "signs"] = "ones"
-    spread: Annotated[float, Field(ge=0)] = 0.5
-    gaussian: bool = False
-    rho: float = -3.0
-    prior_std: PositiveFloat = 0.1
-    scale_gradients: bool = True
-    decay_factors: bool = True
-    predicts: Literal["average", "members"] = "members"
-
-
-class Merge(Strict):
-    """Which components become one; see `peerbayes.codebook.merging.merge`. A ``distance`` of 0 merges nothing."""
-
-    distance: Annotated[float, Field(ge=0)] = 1.5e-7
-    gradient_gate: PositiveFloat = 0.15
-    lr: PositiveFloat = 1e-5
-    spread_gate: PositiveFloat = 1e-3
-    neighbours: PositiveInt = 2
-    rule: Literal["moment", "barycenter", "average", "eq6"] = "moment"
-
-
-class SharedOptions(PosteriorOptions):
-    """A codebook of the mean-field posterior that the peer starts from; see `peerbayes.codebook.build.share`.
-
-    Attributes:
-        components: at first; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
-        threshold: weights of a mean beyond it are outliers.
-        top: share of weights with the largest gradients, which are outliers.
-        smallest: weights of components with fewer are outliers.
-        outliers: whether there are any.
-        blend: whether weights far from their component mix two.
-        mixture: whether such a weight is drawn of one of the two, by its shares, and not of their blended parameters.
-        thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
-            over inliers), which also makes the number of components; 0 counts no bits. See
-            `peerbayes.codebook.rate_penalty.thrifty`.
-        merge_every_epoch: whether components that have come near each other are merged at the end of every epoch, too.
-        bits: of an outlier's mean in the file, 4 to 16, where all other numbers are rounded too; 32 rounds nothing.
-    """
-
-    kind: Literal["shared"]
-    components: Annotated[int, Field(ge=0)] = 0
-    threshold: PositiveFloat = 0.2
-    top: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    smallest: Annotated[int, Field(ge=0)] = 20
-    outliers: bool = True
-    blend: bool = True
-    em_steps: Annotated[int, Field(ge=0)] = 0
-    thrift: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    merge: Merge = Merge()
-    merge_every_epoch: bool = False
-    sampling: Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"] = "hierarchical"
-    mixture: bool = False
-    prior: Literal["anchored", "normal"] = "anchored"
-    prior_std: PositiveFloat = 0.1
-    bits: Annotated[int, AfterValidator(check_bits)] = DEFAULT_BITS
-
-    @model_validator(mode="after")
-    def _mixture_has_blends(self) -> SharedOptions:
-        if self.mixture and not self.blend:
-            raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _merging_has_a_distance(self) -> SharedOptions:
-        if self.merge_every_epoch and not self.merge.distance:
-            raise ValueError("merge_every_epoch merges by merge.distance, which is 0; leave out one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _thrift_is_alone(self) -> SharedOptions:
-        if self.thrift and (self.components or self.em_steps):
-            raise ValueError(
-                "thrift makes the number of components and has no em_steps; leave out components or thrift"
-            )
-        return self
-
-
-class SwagOptions(PosteriorOptions):
-    """A Gaussian through the weights at the ends of the last ``rank`` epochs; see `peerbayes.Swag`."""
-
-    kind: Literal["swag"]
-    rank: Annotated[int, Field(ge=2)] = 20
-
-
-class LaplaceOptions(PosteriorOptions):
-    """A Gaussian around the last layer; see `peerbayes.Laplace`."""
-
-    kind: Literal["laplace"]
-    prior_precision: PositiveFloat | None = None
-    layer: str | None = None
-
-
-class MCDropoutOptions(PosteriorOptions):
-    """The network's own dropout, left on while it predicts; see `peerbayes.MCDropout`."""
-
-    kind: Literal["mc_dropout"]
-
-
-AnyPosterior = (
-    PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions | SwagOptions | LaplaceOptions | MCDropoutOptions
-)
-
-
 class Peer(Strict):
     """A posterior over a network.
 
@@ -237,30 +78,36 @@ class Peer(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
-    posterior: Annotated[AnyPosterior, Field(discriminator="kind")]
+    posterior: SerializeAsAny[PosteriorOptions]
     start_from: str | None = None
     new_head: bool | None = None
 
-    @field_validator("posterior", mode="before")
+    @field_validator("posterior", mode="plain")
     @classmethod
-    def _kind_by_its_name(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("kind") in ("bayesian", "gaussian", "variational"):
-            raise ValueError(f"there is no kind '{given['kind']}'; did you mean 'mean_field', a Gaussian a weight?")
-        return given
+    def _of_its_kind(cls, given: Any) -> PosteriorOptions:
+        if isinstance(given, PosteriorOptions):
+            return given
+        if not isinstance(given, dict):
+            raise PydanticCustomError("table", "input should be a table such as {kind = 'mean_field'}")
+        table = PosteriorOptions if "kind" not in given else _posterior(given["kind"]).recipe_options()
+        try:
+            return table.model_validate(given)
+        except ValidationError as error:
+            raise nested(error, None, given) from None
 
     @model_validator(mode="after")
-    def _anchor_is_given(self) -> Peer:
-        if self.network == CUSTOM:  # which comes with its anchor, or its codebook
-            return self
-        if (
-            isinstance(self.posterior, MeanFieldOptions)
-            and self.posterior.prior == "anchored"
-            and self.start_from is None
-        ):
-            raise ValueError(f"peer '{self.name}' has an anchored prior but no start_from to anchor it at")
-        if isinstance(self.posterior, SharedOptions) and self.start_from is None:
-            raise ValueError(f"peer '{self.name}' shares weights but has no start_from: a mean-field posterior")
+    def _start_is_given(self) -> Peer:
+        # A network of one's own comes with its anchor, or its codebook.
+        if self.network != CUSTOM and self.start_from is None and (why := self.posterior.needs_start()):
+            raise ValueError(f"peer '{self.name}' {why}")
         return self
+
+
+def _posterior(kind: Any) -> type[Posterior]:
+    try:
+        return Posterior.of_kind(str(kind))
+    except InputError as error:
+        raise fault(str(error), "kind") from None
 
 
 class TeacherOptions(Strict):
@@ -285,7 +132,7 @@ Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald
 
 
 class Perturb(Strict):
-    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.teachers.Perturbation`.
+    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.perturbing.Perturbation`.
 
     Attributes:
         kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its
@@ -322,8 +169,8 @@ class Optimizer(Strict):
     lr: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     nesterov: bool = False
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegativeFloat = 0.0
+    clip: NotNegativeFloat = 0.0
     scale_lr: PositiveFloat | None = None
     scale_space: Literal["sigma"] | None = None
     ess: PositiveFloat | None = None
@@ -370,7 +217,7 @@ class Stage(Strict):
     lr_schedule: Literal["milestones", "cosine"] = "milestones"
     lr_milestones: list[PositiveInt] = []
     lr_factor: PositiveFloat = 0.1
-    warmup: Annotated[float, Field(ge=0)] = 0.0
+    warmup: NotNegativeFloat = 0.0
     perturb: Perturb | None = None
     freeze_rest: bool = False
     terms: dict[str, dict[str, Any]]
@@ -408,7 +255,7 @@ class Stage(Strict):
 
 
 class Evaluation(Strict):
-    """How the peers are judged.
+    """How the peers are evaluated.
 
     Attributes:
         draws: draws averaged by stochastic posteriors.
@@ -423,8 +270,8 @@ class Evaluation(Strict):
     """
 
     draws: PositiveInt = 50
-    test_every: Annotated[int, Field(ge=0)] = 0
-    last_epochs: Annotated[int, Field(ge=0)] = 0
+    test_every: NotNegativeInt = 0
+    last_epochs: NotNegativeInt = 0
     ece_bins: PositiveInt = 15
     keep: Literal["last", "best"] = "last"
     out_of_distribution: list[str] = []

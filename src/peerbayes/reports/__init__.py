@@ -15,7 +15,7 @@ _get, __dir__ = lazy(
         "Record": "reports.record",
         "differences": "reports.tables",
         "evaluate": "reports.records",
-        "predict_inputs": "reports.predicting",
+        "predict_inputs": "reports.predictions",
         "sizes": "reports.file_sizes",
         "text_table": "reports.tables",
         "write_report": "reports.page",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
 from peerbayes.inference.recalibration import recalibrate
+from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.point import Point
-from peerbayes.posteriors.rank_one import Merge, RankOne
 from peerbayes.reports.out_of_distribution import Predict
 
 Record = dict[str, Any]
@@ -19,7 +18,7 @@ RECALIBRATED = "recalibrated"  # with batch-norm's statistics estimated anew on 
 
 
 def judge_averages(
-    student: RankOne,
+    student: Posterior,
     name: str,
     loaded: Dataset,
     augment: Sequence[str],
@@ -37,7 +36,7 @@ def judge_averages(
         judge: makes figures of those of the test split and, where there is one, the validation split.
     """
     found = {}
-    for merge in typing.get_args(Merge):
+    for merge in student.averages:
         network = student.average(merge)
         for way in (merge, f"{merge}, {RECALIBRATED}"):
             if way != merge:

@@ -52,10 +52,20 @@ def sizes(
 
     Args:
         path: a run folder, a folder of runs, or a weights file of a run.
-        judged: also judge the file and its other forms on the run's test split, with the recipe's number of draws.
+        judged: also evaluate the file and its other forms on the run's test split, with the recipe's number of draws.
         device: where to predict.
         root: data root.
         trust: allow what the recipes of runs name as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> [(account["peer"], account["kind"]) for account in pb.reports.sizes(run.folder)]
+        [('net', 'point')]
+        >>> folder.cleanup()
     """
     path = Path(path).expanduser()
     where = [path] if path.suffix == ".safetensors" else find_runs(path)
@@ -96,7 +106,7 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
         if source is not None:
             same, record["same_posterior"] = source[1], str(source[0])
     rows = []
-    # Forms are made where they are judged.
+    # Forms are made where they are evaluated.
     others = forms(same if judge is None else same.to(judge.device))
     for form in chain([Form("this file", record["bytes"], posterior)], others):
         figures = judge.figures(form.posterior, name) if judge is not None else {}
@@ -133,7 +143,7 @@ def _source(run: Run, name: str, posterior: Posterior) -> tuple[Path, Posterior]
 
 @dataclass(frozen=True)
 class _Judge:
-    """Judges posteriors as a run's own are judged."""
+    """Evaluates posteriors as a run's own are."""
 
     run: Run
     data: Dataset

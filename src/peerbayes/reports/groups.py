@@ -81,7 +81,7 @@ def open_runs(
         folders: run folders, or folders of runs.
         finished: whether runs have to be.
         sources: whether what other runs of a folder have started from counts, too.
-        own: whether runs with networks of one's own do, which can't be built to be judged.
+        own: whether runs with networks of one's own do, which can't be built to be evaluated.
     """
     runs: dict[Path, Run] = {}
     for folder in map(Path, folders):

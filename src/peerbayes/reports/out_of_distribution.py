@@ -82,7 +82,7 @@ def judge_corrupted(
 
 
 def check_corrupted(loaded: Dataset, source: str) -> None:
-    """Refuse corrupted images that can't be had, before anything is judged."""
+    """Refuse corrupted images that can't be had, before anything is evaluated."""
     if loaded.vocabulary is not None:
         raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
     if source in (MADE, MIXED):

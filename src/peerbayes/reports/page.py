@@ -70,7 +70,19 @@ def _table(records: Sequence[Record], columns: tables.Columns) -> dict[str, Any]
 
 
 def write_report(run: Run, record: Record) -> None:
-    """Write a run's record and its page into its folder."""
+    """Write a run's record and its page into its folder.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> pb.reports.write_report(run, pb.evaluate(run, device="cpu"))
+        >>> (run.folder / "report.html").exists()
+        True
+        >>> folder.cleanup()
+    """
     lines = {"The terms over the epochs, averaged over peers.": run.metrics}
     page = report_page([record], run.recipe.title, lines, shared_picture(run))
     for stale in (".evaluation.json.*.tmp", ".report.html.*.tmp"):  # of a process that was killed while it wrote

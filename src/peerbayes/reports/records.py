@@ -41,22 +41,33 @@ def evaluate(
     root: str | Path | None = None,
     trust: bool = False,
 ) -> Record:
-    """Judge every peer of a finished run on its test split, and return the record.
+    """Evaluate every peer of a finished run on its test split, and return the record.
 
     Args:
         run: a run or its folder.
         draws: draws averaged; the recipe's by default.
         settle: stop drawing for an image once its class is settled at this error level.
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
-        corrupted: also judge on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
+        corrupted: also evaluate on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
             the 75 corruptions, in turn), or a folder of the official CIFAR-C arrays.
-        averaged: also judge the members of rank-one peers as one network, averaged exactly and by factor means, as they
-            are and with batch-norm's statistics estimated anew on the training images.
-        data: what to judge on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split all
-            is judged, unless the run was trained on it. By default what the run has learnt, by name or from memory.
+        averaged: also evaluate the members of rank-one peers as one network, averaged exactly and by factor means, as
+            they are and with batch-norm's statistics estimated anew on the training images.
+        data: what to evaluate on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split
+            all is evaluated, unless the run was trained on it. By default what the run has learnt.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> record = pb.evaluate(run, device="cpu")
+        >>> [peer["name"] for peer in record["peers"]], 0 < record["peers"][0]["accuracy"] <= 1
+        (['net'], True)
+        >>> folder.cleanup()
     """
     run = run if isinstance(run, Run) else Run(run, trust=trust)
     options, where = run.recipe.evaluation, pick_device(device)
@@ -87,7 +98,7 @@ def evaluate(
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
-        if averaged and posterior.members > 1:
+        if averaged and posterior.averages and posterior.members > 1:
             found["averaged"] = judge_averages(
                 cast(Any, posterior), name, loaded, run.recipe.data.augment, predict, judge
             )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from peerbayes import metrics
 from peerbayes.inference.prediction import entropy_of
+from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.reports.record import Record
 
 
@@ -84,7 +85,7 @@ def recalibrated(held: Tensor, held_labels: Tensor, log_p: Tensor, labels: Tenso
         labels: (N,).
         bins: of the ECE.
     """
-    temperature = metrics.fit_temperature(held, held_labels, width=metrics.TEMPERATURE_WIDTH)
+    temperature = metrics.fit_temperature(held, held_labels, width=TEMPERATURE_WIDTH)
     tempered = metrics.temper(log_p, temperature)
     return {
         "temperature": temperature,

@@ -121,17 +121,17 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
 
 
 def only_corrupted(records: Sequence[Record]) -> list[Record]:
-    """Return the records that were judged on corrupted images, with the figures there in the place of the others."""
+    """Return the records that were evaluated on corrupted images, with the figures there in the place of the others."""
     return _elsewhere(records, lambda judged: judged.get(CORRUPTED))
 
 
 def outside_names(records: Sequence[Record]) -> list[str]:
-    """Return the other data sets that any peer was judged against, in the order in which they come."""
+    """Return the other data sets that any peer was evaluated against, in the order in which they come."""
     return list(dict.fromkeys(name for r in records for peer in r["peers"] for name in peer.get(OUTSIDE, ())))
 
 
 def only_outside(records: Sequence[Record], other: str) -> list[Record]:
-    """Return the records that were judged against another data set, with those figures in the place of the others."""
+    """Return the records that were evaluated against another data set, with its figures in place of the others."""
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
 
 
@@ -248,6 +248,16 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
     """Return a sentence for each method against the one before it, paired over the seeds they share.
 
     Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> pb.reports.differences([pb.evaluate(run, device="cpu")])  # of several methods it has sentences
+        []
+        >>> folder.cleanup()
     """
     found = []
     for before, after, seeds in _compared(records):
@@ -290,6 +300,16 @@ def text_table(
         calibrated: add figures after temperature scaling.
         sort_peers: show peers by rising accuracy instead of by name; see `sorted_peers`.
         retention: add the accuracy of the images of lowest entropy, and of lowest disagreement.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> print(pb.reports.text_table([pb.evaluate(run, device="cpu")]).splitlines()[0].split())
+        ['ACC', 'NLL', 'ECE']
+        >>> folder.cleanup()
     """
     merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
     if sort_peers:

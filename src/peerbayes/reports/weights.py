@@ -48,9 +48,11 @@ def pictured(run: Run, layer: str | None = None) -> list[Record]:
     found = []
     for name in run:
         peer = run[name]
-        if peer.shareable or peer.counts():
+        if peer.shareable or "components" in peer.counts():
             place = _place(peer, layer, run)
-            numbers = _of_components(cast(Any, peer), place) if peer.counts() else _of_weights(peer, place)
+            numbers = (
+                _of_components(cast(Any, peer), place) if "components" in peer.counts() else _of_weights(peer, place)
+            )
             title = f"{run.recipe.method}, seed {run.seed}" + (f", {name}" if len(run) > 1 else "")
             about = {"label": f"{title} · {' · '.join(experiment_of(run))}", "folder": str(run.folder), "peer": name}
             found.append({**about, "kind": peer.kind, "weights": place.stop - place.start, **numbers})
@@ -61,7 +63,7 @@ def pictured(run: Run, layer: str | None = None) -> list[Record]:
 
 def shared_picture(run: Run) -> dict[str, Figure]:
     """Return the picture of a run whose weights are shared, by its caption; nothing of other runs."""
-    if not any(run[name].counts() for name in run):
+    if not any("components" in run[name].counts() for name in run):
         return {}
     caption = "The weights by mean and scale: components, weights that blend two of them, and outliers."
     return {caption: draw_posterior({"layer": None, "series": pictured(run)})}
@@ -168,7 +170,7 @@ def draw_posterior(found: Record) -> Figure:
         if limits[1][0] > 0 and limits[1][1] > WIDE * limits[1][0]:
             plane.set_yscale("log")
         plane.set(xlabel="mean μ of a weight", ylabel="scale σ of a weight", xlim=limits[0], ylim=limits[1])
-        if one["kind"] == "shared":
+        if "components" in one:
             _draw_components(plane, one)
             _draw_close_up(middle, one)
         else:
@@ -182,7 +184,7 @@ def draw_posterior(found: Record) -> Figure:
 def _limits(series: Sequence[Record]) -> list[tuple[float, float]]:
     means, scales = [], []
     for one in series:
-        parts = [one["components"], one["blended"], one["outliers"]] if one["kind"] == "shared" else []
+        parts = [one["components"], one["blended"], one["outliers"]] if "components" in one else []
         means += [one["mean_edges"][0], one["mean_edges"][-1]]
         scales += [*(s for part in parts for s in part["scale"]), *one.get("scale_edges", [])]
     low, high = min(scales), max(scales)
@@ -289,7 +291,7 @@ def _draw_scales(axes: Any, one: Record) -> None:
 
 
 def _draw_means(axes: Any, one: Record) -> None:
-    shared = one["kind"] == "shared"
+    shared = "components" in one
     counts = one["means"] if shared else {"single": np.array(one["count"]).sum(1).tolist()}
     for name, count in counts.items():
         colour, _, words = CLASSES[name]

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from peerbayes import networks
-from peerbayes.codebook.peer import blank_shared, shared_of
 from peerbayes.data.dataset import Dataset
 from peerbayes.engine.stages import seeded
 from peerbayes.engine.teachers import Teachers
@@ -48,7 +47,7 @@ def build_peer(
         depth: trainings that lie behind it.
         normalize: how images are normalised for a network that is not ours.
     """
-    inputs, kind, who = network_inputs(data), Posterior.of_kind(peer.posterior.kind), _network_of(peer.name)
+    inputs, kind, who = network_inputs(data), peer.posterior.posterior_class, _network_of(peer.name)
     if isinstance(start, Posterior):
         _normalise(start, normalize, inputs, who)
     elif network is not None:
@@ -57,11 +56,11 @@ def build_peer(
     if kind.made_of_posterior:
         network = network if network is not None else networks.build(peer.network, inputs)
         if start is None:
-            return blank_shared(network, options, seed, peer.name).to(device)
+            return kind.stand_in(network, options, seed, peer.name).to(device)
         source_of = f"peer '{peer.name}'" + f": {start}" * isinstance(start, Path)
         posterior = Posterior.load(start, network) if isinstance(start, Path) else start
         with within(source_of):
-            return shared_of(_on(posterior, device), network, options, data.train, seed, peer.name)
+            return kind.made_from(_on(posterior, device), network, options, data.train, seed, peer.name)
     source: Source | None = start
     if network is None:
         with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
@@ -107,7 +106,7 @@ def build_peers(
         return _placed(node, data, device)
     found = {}
     for peer in node.recipe.peers:
-        stands_in = rehearse and Posterior.of_kind(peer.posterior.kind).made_of_posterior
+        stands_in = rehearse and peer.posterior.posterior_class.made_of_posterior
         start = None if stands_in else _start(node, peer, data, rehearse)
         network = node.job.given.networks.get(peer.name)
         found[peer.name] = build_peer(

@@ -19,10 +19,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.point import Point
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import load_data
-from peerbayes.recipes.settings import Peer
 from peerbayes.runs.building import build_peers, build_teachers
-from peerbayes.runs.execution import How, in_parts, refuse_unknown
 from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
+from peerbayes.runs.how import How, in_parts, refuse_unknown
 from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
 from peerbayes.runs.run import Run, peer_called, peers_at
 from peerbayes.runs.session import Session, train_wave
@@ -70,7 +69,7 @@ def train_jobs(
 
     Args:
         jobs: with a folder each.
-        resume: go on with interrupted runs.
+        resume: resume interrupted runs.
         reporter: is told what happens; by default a progress bar on a terminal, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
@@ -224,17 +223,13 @@ def _check_folders(plan: Plan, resume: bool) -> None:
                 raise InputError(other_weights(node.folder, peer_called(name)))
 
 
-def _made_of_posterior(peer: Peer) -> bool:
-    return Posterior.of_kind(peer.posterior.kind).made_of_posterior
-
-
 def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     """Return what a run would remember a peer's start by, as it is now."""
     if isinstance(start, Node):
         before = start.run()
         start = before[next(iter(before))] if start.job.given.networks else before.weights_file(next(iter(before)))
-    peer = next(peer for peer in run.recipe.peers if peer.name == name)
-    if _made_of_posterior(peer):
+    peer = run.recipe.peer(name)
+    if peer.posterior.posterior_class.made_of_posterior:
         if isinstance(start, Path):
             before, (taken, *_) = peers_at(start)
             start = before[taken]
@@ -256,7 +251,7 @@ def _check_nodes(plan: Plan, loaded: Loaded, device: torch.device, how: How, who
     nodes = list(plan)
     alone = not whole and len(plan.waves) == 1 and len(how.waves(nodes, device)) == 1
     # A codebook is made of gradients, which data that do not fit can't give.
-    alone &= not any(_made_of_posterior(peer) for node in nodes for peer in node.recipe.peers)
+    alone &= not any(peer.posterior.posterior_class.made_of_posterior for node in nodes for peer in node.recipe.peers)
     for node in {node.recipe.digest: node for node in nodes}.values():  # seeds are alike
         if alone:
             check_outside(node.recipe, loaded(node), how.root)

@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, changes_between
-from peerbayes.runs.plan import Job
 from peerbayes.runs.run import NAMED, TAUGHT_BY, Run, peer_called, write_text
+
+if TYPE_CHECKING:
+    from peerbayes.runs.plan import Job
 
 OTHERS = "another process is training this run"
 FILES = [

@@ -327,7 +327,7 @@ class _Resolver:
             if peers and not any(recipe.teachers.has(peer.name) for peer in peers):
                 has = ", ".join(peer.name for peer in peers)
                 raise InputError(f"teachers.peers: no peer of '{source}' is selected; it has {has}")
-        count = sum(recipe.teachers.draws if _has_draws(peer) else 1 for peer in taught.values())
+        count = sum(recipe.teachers.draws if peer.posterior.varies() else 1 for peer in taught.values())
         if count == 1:
             self._check_comparison(recipe, next(iter(taught.values())))
         table = recipe.model_dump(exclude_none=True)
@@ -378,7 +378,7 @@ class _Resolver:
                     and (other := self.recipe(name)).data.name == recipe.data.name
                     and other.peers[0].network == teacher.network
                 )
-                more = "set teachers.draws above 1" if _has_draws(teacher) else "give it two or more"
+                more = "set teachers.draws above 1" if teacher.posterior.varies() else "give it two or more"
                 raise InputError(
                     f"stages.{place}.perturb: '{kind}' compares teachers, but there is only one; {more}, or take a "
                     f"recipe for one, such as {next(fitting, 'distillation/kd')}"
@@ -392,10 +392,6 @@ def _looks_like_a_path(source: str) -> bool:
         return False
     beside = path.parent != Path() and path.parent.is_dir()
     return source.startswith((".", "~")) or path.is_absolute() or path.suffix == ".safetensors" or beside
-
-
-def _has_draws(peer: Peer) -> bool:
-    return Posterior.of_kind(peer.posterior.kind).varies(peer.posterior.model_dump())
 
 
 def with_full_paths(recipe: Recipe) -> Recipe:

@@ -137,6 +137,16 @@ class Run(Mapping[str, Posterior]):
         folder: the run folder.
         networks_by_peer: networks that no recipe could build.
         trust: allow what its recipe names as ``package.module:name``, in this process.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> run["net"].kind, run.seed, len(run.metrics)
+        ('point', 0, 1)
+        >>> folder.cleanup()
     """
 
     def __init__(
@@ -291,7 +301,7 @@ class Run(Mapping[str, Posterior]):
             if not self.finished:
                 raise InputError(self.unfinished)
             posterior = Posterior.load(path := self.weights_file(peer), self.network(peer))
-            expected = next(p.posterior.kind for p in self.recipe.peers if p.name == peer)
+            expected = self.recipe.peer(peer).posterior.kind
             if posterior.kind != expected:
                 raise InputError(f"{path}: holds a {posterior.kind} posterior; the run's recipe has a {expected} one")
             self._loaded[peer] = posterior
@@ -359,7 +369,7 @@ class Run(Mapping[str, Posterior]):
             coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
             risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
                 promises; `peerbayes.calibrate` makes certificates.
-            draws: of each peer; by default as many as the recipe judges with, or the certificate is of.
+            draws: of each peer; by default as many as the recipe evaluates with, or the certificate is of.
             calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
             device: where to predict.
         """
@@ -396,7 +406,7 @@ class Run(Mapping[str, Posterior]):
                 given = ", ".join(map(str, self._networks)) or "nobody"
                 raise InputError(f"{self.folder}: networks has none for peer '{peer}', but for {given}")
             return self._networks[peer]
-        name = next(p.network for p in self.recipe.peers if p.name == peer)
+        name = self.recipe.peer(peer).network
         if name == CUSTOM:
             raise InputError(
                 f"{self.folder}: peer '{peer}' has a network of your own; open the run from Python with "
@@ -552,6 +562,16 @@ def load(
         networks: by peer; needed where they did not come from a recipe.
         trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
         revision: of the repository: a branch, tag or commit.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> pb.load(run.folder).recipe.name
+        'plain'
+        >>> folder.cleanup()
     """
     if is_hub_name(folder) and not Path(folder).exists():
         folder = fetched(str(folder), revision)

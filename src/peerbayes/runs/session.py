@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,16 @@ from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs import checkpoints
-from peerbayes.runs.calibration import fit_temperatures, keep_temperature
-from peerbayes.runs.execution import How
 from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
-from peerbayes.runs.plan import Job
+from peerbayes.runs.how import How
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
+from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
 from peerbayes.training.learner import Learner
 from peerbayes.training.packing import run_together
 from peerbayes.training.reporters import Reporter
+
+if TYPE_CHECKING:
+    from peerbayes.runs.plan import Job
 
 
 class Session:

@@ -15,8 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from peerbayes.choices import Sampler
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
 from peerbayes.studies.space import Axis, Setting, corners
@@ -35,7 +36,6 @@ from peerbayes.studies.study_storage import (
 if TYPE_CHECKING:
     import optuna
 
-Sampler = Literal["grid", "tpe"]
 
 _MISSES = 10  # proposals that were taken already, before giving up
 _ABOUT = "peerbayes"  # the study's attribute that describes the sweep

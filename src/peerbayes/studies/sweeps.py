@@ -16,26 +16,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from peerbayes import metrics
+from peerbayes.choices import Engine, Objective, Precision, Sampler
 from peerbayes.engine.devices import environment, pick_device
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.runs.execution import Engine, Precision
 from peerbayes.runs.executor import Loaded, check_jobs, train_jobs
 from peerbayes.runs.folder import OTHERS
 from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
 from peerbayes.studies.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
-from peerbayes.studies.study import Claim, Sampler, Study
+from peerbayes.studies.study import Claim, Study
 from peerbayes.studies.study_storage import check_optuna, hide_password, reaching
 from peerbayes.training.reporters import Reporter
 
-Objective = Literal["nll", "accuracy", "ece"]
 Row = dict[str, Any]
 
 FIGURES: tuple[Objective, ...] = ("accuracy", "nll", "ece")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, get_type_hints, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from pydantic import create_model
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.importing import imported
-from peerbayes.schema import Strict
+from peerbayes.schema import Strict, fields_of
 from peerbayes.terms.step import Batch, Step
 
 
@@ -126,13 +126,8 @@ def _register(function: Any, build: ModuleBuilder | None, between_peers: bool) -
     packaged = _place(function)[0].startswith("peerbayes.")
     if name in _TERMS and _place(_TERMS[name].function)[0].startswith("peerbayes.") and not packaged:
         raise InputError(f"term '{name}' exists already, and recipes use it; choose another name")
-    parameters = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function, include_extras=True)  # including the bounds in annotations
-    fields: dict[str, Any] = {}
-    for parameter in parameters:
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            kind = hints.get(parameter.name, type(parameter.default))
-            fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    taken = inspect.signature(function).parameters
+    fields: dict[str, Any] = {n: f for n, f in fields_of(function).items() if taken[n].kind is taken[n].KEYWORD_ONLY}
     schema = create_model(name, __base__=Strict, **fields)
     _TERMS[name] = _BY_PLACE[_place(function)] = Term(name, function, schema, build, between_peers)
     return function

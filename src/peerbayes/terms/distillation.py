@@ -9,9 +9,10 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 from peerbayes.math.dirichlet import dirichlet_kl, proxy_dirichlet
+from peerbayes.math.divergences import mean_pairwise_kl
 from peerbayes.math.simplex import MOST, least_norm_weights
 from peerbayes.terms.definition import term
-from peerbayes.terms.mutual import Temperature
+from peerbayes.terms.schedules import Temperature
 from peerbayes.terms.step import Step
 
 
@@ -70,12 +71,6 @@ def _note_diversity(step: Step, peer: str, members: int) -> None:
     for name, logits in (("teachers_apart", step.teachers()), ("members_apart", members_logits)):
         if len(logits) > 1:
             step.note(name, mean_pairwise_kl(logits.log_softmax(-1)))
-
-
-def mean_pairwise_kl(log_p: Tensor) -> Tensor:
-    """Return 1/(M (M − 1)) Σ_{i≠j} (1/B) Σ_b KL(p_i ‖ p_j) for log-probabilities (M, B, C)."""
-    # As `metrics.pairwise_diversity`, but a tensor, so that the host need not wait.
-    return (log_p.exp() * (log_p - log_p.mean(0))).sum((0, -1)).mean() / (len(log_p) - 1)
 
 
 def adaptive_weights(targets: Tensor, student: Tensor, cap: float, per: Literal["batch", "image"]) -> Tensor:

@@ -8,17 +8,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from torch import Tensor
 
 from peerbayes.errors import OptionError, nearest
 from peerbayes.math import divergences
 from peerbayes.schema import Strict
 from peerbayes.terms.definition import term
-from peerbayes.terms.schedules import NotNegative, Schedule, value_at
+from peerbayes.terms.schedules import NotNegative, Schedule, Temperature, value_at
 from peerbayes.terms.step import Step
-
-Temperature = Annotated[float, Field(gt=0)]
 
 
 class Edge(Strict):

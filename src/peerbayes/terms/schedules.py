@@ -12,6 +12,7 @@ from torch import Tensor
 from peerbayes.schema import Strict
 
 NotNegative = Annotated[float, Field(ge=0)]
+Temperature = Annotated[float, Field(gt=0)]
 
 
 class Schedule(Strict):

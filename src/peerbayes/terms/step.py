@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors.base import Posterior, Reduction, Weights
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.base import Posterior, Reduction, Weights
 
 
 @dataclass

@@ -12,16 +12,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from peerbayes.choices import Engine, Placement
 from peerbayes.data.dataset import Dataset
-from peerbayes.data.loader import Placement, feed
+from peerbayes.data.loader import feed
 from peerbayes.engine.cohort import Cohort
-from peerbayes.engine.engines import ENGINES, Eager, Name, cause, pick
+from peerbayes.engine.engines import ENGINES, Eager, cause, pick
 from peerbayes.engine.gradient_shares import note_shares
 from peerbayes.engine.movement import changes, is_still, sampled, sentence
 from peerbayes.engine.position import Position
@@ -74,7 +75,7 @@ class Learner:
         save: Callable[[dict[str, Tensor], dict[str, Any]], None] | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
         checkpoint_every: int | None = None,
-        engine: Name | Literal["auto"] = "auto",
+        engine: Engine = "auto",
         autocast: torch.dtype | None = None,
         placement: Placement = "auto",
         world: World = ALONE,
@@ -298,7 +299,7 @@ class Learner:
     def _note_movement(self) -> dict[str, dict[str, float]]:
         """Return how far the epoch has moved each peer's groups of parameters; tell of those that it has not moved.
 
-        That is judged where the learning rate is at its full height: in the first epoch after a warm-up.
+        That is evaluated where the learning rate is at its full height: in the first epoch after a warm-up.
         """
         position = self.position
         moved = changes(self._before, sampled(self.state, self.peers), self.peers)

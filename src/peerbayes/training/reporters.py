@@ -19,7 +19,16 @@ from peerbayes.inference.progress import Watcher, watched
 
 
 class Reporter:
-    """Says nothing but warnings; the base of the others."""
+    """Says nothing but warnings; the base of the others.
+
+    Example:
+        >>> import peerbayes as pb
+        >>> class Losses(pb.Reporter):
+        ...     def epoch(self, line):
+        ...         print(line["step"])
+        >>> Losses().epoch({"step": 3})
+        3
+    """
 
     def headline(self, text: str) -> None:
         """A run begins."""
@@ -46,6 +55,15 @@ class ConsoleReporter(Reporter):
     """A progress bar with loss by term, validation figures and time left; plain lines without a terminal.
 
     Runs that go side by side have a bar each, one below the other.
+
+    Example:
+        >>> import io
+        >>> from rich.console import Console
+        >>> from peerbayes import ConsoleReporter
+        >>> told = io.StringIO()
+        >>> ConsoleReporter(Console(file=told)).headline("a run begins")
+        >>> told.getvalue().strip()
+        'a run begins'
     """
 
     def __init__(self, console: Console | None = None, label: str = "", board: _Board | None = None) -> None:

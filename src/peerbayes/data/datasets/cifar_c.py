@@ -21,6 +21,16 @@ def load_corrupted(folder: Path | str, name: str, severity: int) -> ArraySplit:
             integers (5n,); n is 10,000 in the official files.
         name: any of ``CORRUPTIONS``.
         severity: 1 to 5.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from peerbayes.data import load_corrupted
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     np.save(f"{folder}/fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
+        ...     np.save(f"{folder}/labels.npy", np.arange(10))
+        ...     load_corrupted(folder, "fog", severity=2).labels.tolist()
+        [2, 3]
     """
     check_choice(name, severity)
     path, labels_path = Path(folder) / f"{name}.npy", Path(folder) / "labels.npy"

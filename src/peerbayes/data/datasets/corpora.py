@@ -21,47 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from peerbayes.data.datasets.folders import SPLIT_NAMES, natural_size
-from peerbayes.data.datasets.sources import Source, find, source
+from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source
 from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
-from peerbayes.data.splits import FolderSplit
+from peerbayes.data.splits import FolderSplit, natural_size
 from peerbayes.errors import InputError
-
-
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """Texts with their labels.
-
-    Args:
-        texts: N texts.
-        labels: int64 (N,), or None.
-    """
-
-    texts: Sequence[str]
-    labels: Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def select(self, index: Tensor) -> Texts:
-        """Return the texts at ``index``, in that order."""
-        chosen = [self.texts[i] for i in index.tolist()]
-        return Texts(chosen, None if self.labels is None else self.labels[index])
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """What a reader found: the splits as stored; see `peerbayes.data.datasets.sources.Source`."""
-
-    train: Texts | None
-    test: Texts | None
-    validation: Texts | None = None
-    classes: int = 0
-    class_names: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = ()
-
 
 # ---- classes --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +155,13 @@ def is_corpus(path: Path) -> bool:
 
 
 def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = None) -> Corpus | Source:
-    """Read a folder with ``train.csv`` (and others named as in `SPLIT_NAMES`), a CSV or a JSON file."""
+    """Read a folder with ``train.csv`` (and others named as in `SPLIT_NAMES`), a CSV or a JSON file.
+
+    Args:
+        path: the folder or file.
+        want_train: whether the training split is wanted.
+        names: of the classes, where they are known.
+    """
     if path.suffix == ".json":
         return _read_json(path, want_train)
     if path.is_file():

@@ -10,16 +10,11 @@ from pathlib import Path
 
 import torch
 
-from peerbayes.data.splits import FolderSplit, open_rgb
+from peerbayes.data.datasets.sources import EXTENSIONS, SPLIT_NAMES, Source
+from peerbayes.data.splits import FolderSplit, natural_size
 from peerbayes.errors import InputError, PeerbayesWarning
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 AT_ONCE = 1 << 16  # names of a folder that are held
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -119,7 +114,13 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
 
 
 def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSplit:
-    """Return Tiny ImageNet's validation images: ``images/`` labelled by the lines of ``val_annotations.txt``."""
+    """Return Tiny ImageNet's validation images: ``images/`` labelled by the lines of ``val_annotations.txt``.
+
+    Args:
+        folder: of the split.
+        classes: names of the class folders.
+        size: side of the images.
+    """
     numbers = {name: number for number, name in enumerate(classes)}
     listing = folder / "val_annotations.txt"
     present = set(os.listdir(folder / "images")) if (folder / "images").is_dir() else set()
@@ -142,7 +143,13 @@ def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSpl
 
 
 def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSplit:
-    """Return the images that the lines ``class/file`` of a listing name, in its order, as DTD gives its splits."""
+    """Return the images that the lines ``class/file`` of a listing name, in its order, as DTD gives its splits.
+
+    Args:
+        folder: of the images.
+        listing: the file of lines.
+        classes: names of the class folders.
+    """
     numbers = {name: number for number, name in enumerate(classes)}
     files: list[str] = []
     labels: list[int] = []
@@ -176,6 +183,39 @@ def read_images(folder: Path) -> FolderSplit:
     return FolderSplit(files, None, natural_size(files[0]))
 
 
-def natural_size(file: str) -> int:
-    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
-    return min(224, *open_rgb(file).size)
+def read_folder(path: Path, want_train: bool) -> Source:
+    """Read ``train/<class>/``, and ``val`` and ``test`` beside it, or ``<class>/`` alone, in sorted order.
+
+    The test split is ``test`` where it has class folders, else ``val``; where both have them, ``val`` is the
+    validation split. In Tiny ImageNet's layout (``val/val_annotations.txt``) it is ``val``. Splits may have any of the
+    names in `SPLIT_NAMES`.
+
+    Args:
+        path: the folder.
+        want_train: whether the training split is wanted.
+    """
+    parts = split_folders(path)
+    train, val, test = (parts.get(part) for part in ("train", "validation", "test"))
+    tiny = val is not None and (val / "val_annotations.txt").is_file()
+    if val is not None and test is not None and (tiny or not has_folders(test)):
+        test = None  # published without labels
+    if not want_train:
+        return Source(None, read_images(test or val or path))
+    if train is None:
+        if val is not None or test is not None:
+            raise InputError(f"{path}: expected a folder 'train' beside 'val' or 'test'")
+        classes = class_names(path)
+        return Source(read_classes(path, classes), None, classes=len(classes), class_names=classes)
+    classes = class_names(train)
+    split = read_classes(train, classes)
+    read = read_annotated if tiny else read_classes
+    others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    told = f"{path}: no test split: the {len(others[0]):,} images of '{val.name}' are it" if val and not test else ""
+    return Source(
+        split,
+        others[0] if others else None,
+        others[1] if len(others) > 1 else None,
+        classes=len(classes),
+        class_names=classes,
+        notes=(told,) if told else (),
+    )

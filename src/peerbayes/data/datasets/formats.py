@@ -97,6 +97,11 @@ def read_npz(path: Path, keys: Collection[str], required: str | None = None) -> 
     float32, is mapped: an ``np.memmap`` that can't be written to, read from the file when it is looked at, so that
     it may be larger than memory. The archive's checksum of such an array is not checked, and the file must stay as
     it is while the array is in use. Every other array is loaded.
+
+    Args:
+        path: the file.
+        keys: of the arrays that are wanted.
+        required: a key that must be there.
     """
     try:
         # Opened here, because numpy leaves a file that is no archive open.
@@ -187,7 +192,12 @@ def read_pickle(path: Path) -> Mapping[bytes, Any]:
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """Return the uint8 array of an idx file, plain or gzipped, which must have that many dimensions."""
+    """Return the uint8 array of an idx file, plain or gzipped, which must have that many dimensions.
+
+    Args:
+        path: the file.
+        dimensions: how many there must be.
+    """
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
@@ -207,7 +217,12 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def read_mat(path: Path, keys: Collection[str]) -> dict[str, Array]:
-    """Return the named arrays of a MATLAB file, version 5 to 7.2."""
+    """Return the named arrays of a MATLAB file, version 5 to 7.2.
+
+    Args:
+        path: the file.
+        keys: of the arrays.
+    """
     from scipy.io import loadmat
 
     try:

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.datasets import folders, formats
-from peerbayes.data.datasets.sources import Source, Stats, Stored, find, read_folder, read_npz, source
-from peerbayes.data.splits import ArraySplit, FolderSplit, held_out
+from peerbayes.data.datasets.arrays import read_npz
+from peerbayes.data.datasets.folders import read_folder
+from peerbayes.data.datasets.sources import Source, Stats, find, source
+from peerbayes.data.items import Stored
+from peerbayes.data.splits import ArraySplit, FolderSplit, held_out, natural_size
 from peerbayes.errors import InputError
 from peerbayes.math import noise
 from peerbayes.networks.normalisation import IMAGENET_STATS
@@ -231,7 +234,7 @@ def _flowers102(root: Path, want_train: bool) -> Source:
         if not len(images) or int(images.min()) < 1 or int(images.max()) > len(labels):
             raise InputError(f"{split_path}: {key} must be image numbers from 1 to {len(labels)}")
         paths = [str(_present(folder / "jpg" / f"image_{number:05d}.jpg")) for number in images.tolist()]
-        return FolderSplit(paths, labels[images - 1], folders.natural_size(paths[0]))
+        return FolderSplit(paths, labels[images - 1], natural_size(paths[0]))
 
     found = Source(
         split("trnid") if want_train else None,

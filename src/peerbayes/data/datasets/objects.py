@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from peerbayes.data.datasets import formats
-from peerbayes.data.datasets.corpora import Corpus, Texts, assemble
-from peerbayes.data.datasets.folders import SPLIT_NAMES, natural_size
-from peerbayes.data.datasets.sources import Source, Stored, array_split, count_classes
+from peerbayes.data.datasets.arrays import array_split, count_classes
+from peerbayes.data.datasets.corpora import assemble
+from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts
 from peerbayes.data.datasets.text_rows import LABELS, image_path, table_items
-from peerbayes.data.items import ItemSplit, is_grey, pixels
-from peerbayes.data.splits import ArraySplit, FolderSplit
+from peerbayes.data.items import ItemSplit, Stored, is_grey, pixels
+from peerbayes.data.splits import ArraySplit, FolderSplit, natural_size
 from peerbayes.errors import InputError, PeerbayesWarning, nearest, reason
 
 IMAGES = ("image", "img", "images", "pixel_values", "file", "path")

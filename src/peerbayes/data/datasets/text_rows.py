@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from peerbayes.data.datasets.folders import EXTENSIONS
+from peerbayes.data.datasets.sources import EXTENSIONS
 from peerbayes.errors import InputError
 
 LABELS = ("label", "category", "class", "class index", "labels", "class name", "target", "sentiment", "intent")
@@ -91,7 +91,12 @@ class _Columns:
 
 
 def image_path(cell: str, base: Path) -> str | None:
-    """Return the path that a cell of a table is, as it is or from ``base``; None where it is no image's."""
+    """Return the path that a cell of a table is, as it is or from ``base``; None where it is no image's.
+
+    Args:
+        cell: of the table.
+        base: folder that paths begin at.
+    """
     cell = cell.strip()
     if not cell or len(cell) > 1000 or "\n" in cell or "\0" in cell:
         return None
@@ -120,6 +125,13 @@ class Items:
     texts: list[str] = field(default_factory=list)
 
     def add(self, row: int, label: str | int, text: str) -> None:
+        """Add a text.
+
+        Args:
+            row: of the file, for messages.
+            label: its class.
+            text: or the path of an image.
+        """
         self.rows.append(row)
         self.labels.append(label)
         self.texts.append(text)
@@ -129,7 +141,12 @@ class Items:
 
 
 def csv_items(path: Path, labelled: bool = True) -> Items:
-    """Return the items of a CSV file; paths of images in it begin at its folder."""
+    """Return the items of a CSV file; paths of images in it begin at its folder.
+
+    Args:
+        path: the file.
+        labelled: whether it must have labels.
+    """
     return table_items(str(path), csv_rows(path), path.parent, labelled)
 
 
@@ -179,6 +196,13 @@ def _checked(where: str, rows: Iterable[Row], columns: _Columns) -> Iterator[Row
 
 
 def json_items(path: Path, key: str, listed: Any) -> Items:
+    """Return the items of a list in a JSON file.
+
+    Args:
+        path: the file.
+        key: of the list.
+        listed: pairs of a text and its label, or tables that hold them.
+    """
     if not isinstance(listed, list) or not listed:
         raise InputError(f"{path}: expected '{key}' as a list of texts with labels")
     items = Items(str(path), f" of '{key}'")

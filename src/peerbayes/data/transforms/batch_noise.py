@@ -15,7 +15,7 @@ _FEW = 16.0  # largest rate at which the distribution function is summed
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchNoise:
     """Noise for a batch of images.
 
     Args:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peerbayes.data.transforms.augment import LUMA
-from peerbayes.data.transforms.batch_noise import Source, poisson
+from peerbayes.data.transforms.batch_noise import BatchNoise, poisson
 from peerbayes.data.transforms.filters import blurred, convolved, distances, edges, places, sampled, streaked, zoomed
 from peerbayes.data.transforms.jpeg import jpeg
 from peerbayes.data.transforms.scaling import to_unit
@@ -43,22 +43,22 @@ _SMALLEST = 8  # side of an image
 # ---- noise --------------------------------------------------------------------------------------------------------
 
 
-def _gaussian_noise(x: Tensor, severity: int, source: Source) -> Tensor:
+def _gaussian_noise(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     return x + (0.04, 0.06, 0.08, 0.09, 0.10)[severity] * source.normal("noise", *x.shape[1:])
 
 
-def _shot_noise(x: Tensor, severity: int, source: Source) -> Tensor:
+def _shot_noise(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     photons = (500.0, 250.0, 100.0, 75.0, 50.0)[severity]
     return poisson(x * photons, source.uniform("noise", *x.shape[1:])) / photons
 
 
-def _impulse_noise(x: Tensor, severity: int, source: Source) -> Tensor:
+def _impulse_noise(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     share = (0.01, 0.02, 0.03, 0.05, 0.07)[severity]
     u = source.uniform("noise", *x.shape[1:])
     return torch.where(u < share / 2, 0.0, torch.where(u > 1 - share / 2, 1.0, x))
 
 
-def _speckle_noise(x: Tensor, severity: int, source: Source) -> Tensor:
+def _speckle_noise(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     return x + x * (0.06, 0.10, 0.12, 0.16, 0.20)[severity] * source.normal("noise", *x.shape[1:])
 
 
@@ -74,11 +74,11 @@ def _restore_strength(blurred_noise: Tensor, x: Tensor) -> Tensor:
     return blurred_noise * max(1.0, _relative_size(x))
 
 
-def _gaussian_blur(x: Tensor, severity: int, _: Source) -> Tensor:
+def _gaussian_blur(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     return blurred(x, (0.4, 0.6, 0.7, 0.8, 1.0)[severity] * _relative_size(x))
 
 
-def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
+def _defocus_blur(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     # The pixels of a disc, softened by a Gaussian of that width (over neighbours only, in images of 32 pixels).
     radius, soft = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity]
     radius, soft, near = radius * _relative_size(x), soft * _relative_size(x), max(1, round(_relative_size(x)))
@@ -91,7 +91,7 @@ def _defocus_blur(x: Tensor, severity: int, _: Source) -> Tensor:
     return convolved(x, kernel / kernel.sum(), "reflect")
 
 
-def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
+def _glass_blur(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     # Between two slight blurs each pixel, borders apart, shows itself or a neighbour above or on the left.
     sigma, times = ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2))[severity]
     sigma, reach = sigma * _relative_size(x), max(1, round(_relative_size(x)))
@@ -107,13 +107,13 @@ def _glass_blur(x: Tensor, severity: int, source: Source) -> Tensor:
     return blurred(x, sigma)
 
 
-def _motion_blur(x: Tensor, severity: int, source: Source) -> Tensor:
+def _motion_blur(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     radius, sigma = ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5))[severity]
     angle = (source.uniform("angle") * 2 - 1) * (math.pi / 4)
     return streaked(x, angle, sigma * _relative_size(x), 2 * math.ceil(radius * _relative_size(x)) + 1)
 
 
-def _zoom_blur(x: Tensor, severity: int, _: Source) -> Tensor:
+def _zoom_blur(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     steps = (7, 12, 16, 21, 26)[severity]
     return (x + sum(zoomed(x, 1 + 0.01 * k) for k in range(steps))) / (steps + 1)
 
@@ -127,7 +127,7 @@ def _colour(x: Tensor, *values: float) -> Tensor:
     return torch.tensor(shown, device=x.device).view(-1, 1, 1)
 
 
-def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
+def _clouds(x: Tensor, source: BatchNoise, decay: float) -> Tensor:
     """Return fractal noise (N, 1, H, W) in [0, 1] by diamonds and squares: decay² less of it at half the distance."""
     height, width = x.shape[-2:]
     size = 2 ** math.ceil(math.log2(max(height, width)))
@@ -148,12 +148,12 @@ def _clouds(x: Tensor, source: Source, decay: float) -> Tensor:
     return ((whole - low) / (high - low))[..., :height, :width]
 
 
-def _midpoints(source: Source, stream: str, four: Tensor, strength: float) -> Tensor:
+def _midpoints(source: BatchNoise, stream: str, four: Tensor, strength: float) -> Tensor:
     """Return the means of four neighbours each, from their sums, with noise."""
     return four / 4 + strength * (2 * source.uniform(stream, *four.shape[1:]) - 1)
 
 
-def _fog(x: Tensor, severity: int, source: Source) -> Tensor:
+def _fog(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     depth, decay = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))[severity]
     brightest = x.amax((1, 2, 3), keepdim=True)
     return (x + depth * _clouds(x, source, decay)) * brightest / (brightest + depth)
@@ -169,7 +169,7 @@ _FROSTS = (
 )
 
 
-def _frost(x: Tensor, severity: int, source: Source) -> Tensor:
+def _frost(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     """Blend with procedural frost, where the published corruption blends with parts of photographs."""
     keep, ice = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity]
     which = (source.uniform("kind") * len(_FROSTS)).long().clamp_max(len(_FROSTS) - 1)
@@ -178,7 +178,7 @@ def _frost(x: Tensor, severity: int, source: Source) -> Tensor:
     return keep * x + ice * (colours + contrasts * (_clouds(x, source, 0.9) - 0.5))
 
 
-def _snow(x: Tensor, severity: int, source: Source) -> Tensor:
+def _snow(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     # Flakes (mean, deviation, size, threshold), their streaks (length, width) and what stays of the colours.
     mean, deviation, size, least, radius, sigma, keep = (
         (0.10, 0.2, 1.00, 0.60, 8, 3.0, 0.95),
@@ -200,7 +200,7 @@ def _snow(x: Tensor, severity: int, source: Source) -> Tensor:
 _WATER, _MUD = (175 / 255, 238 / 255, 238 / 255), (63 / 255, 42 / 255, 20 / 255)
 
 
-def _spatter(x: Tensor, severity: int, source: Source) -> Tensor:
+def _spatter(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     # Drops are where smooth noise exceeds a threshold: pale water up to the third severity, mud from the fourth.
     mean, deviation, sigma, least = (
         (0.62, 0.1, 0.7, 0.70),
@@ -238,14 +238,14 @@ def _sheen(liquid: Tensor, grow: float) -> Tensor:
 # ---- digital ------------------------------------------------------------------------------------------------------
 
 
-def _brightness(x: Tensor, severity: int, _: Source) -> Tensor:
+def _brightness(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     """Add to the value of HSV; hue and saturation stay, and black becomes grey."""
     value = x.amax(1, keepdim=True)
     raised = (value + (0.05, 0.10, 0.15, 0.20, 0.30)[severity]).clamp_max(1)
     return torch.where(value > 0, x * (raised / torch.where(value > 0, value, 1.0)), raised)
 
 
-def _saturate(x: Tensor, severity: int, _: Source) -> Tensor:
+def _saturate(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     """Multiply the saturation of HSV and add to it; hue and value stay. Greys count as red, as usual in HSV."""
     times, more = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity]
     value = x.amax(1, keepdim=True)
@@ -258,12 +258,12 @@ def _saturate(x: Tensor, severity: int, _: Source) -> Tensor:
     return value - value * target * torch.where(coloured, away, red)
 
 
-def _contrast(x: Tensor, severity: int, _: Source) -> Tensor:
+def _contrast(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     mean = x.mean((2, 3), keepdim=True)
     return mean + (x - mean) * (0.75, 0.5, 0.4, 0.3, 0.15)[severity]
 
 
-def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
+def _elastic_transform(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     # A random affine map, that of three corners of a square to places near them, and a smooth field of displacements.
     strength, sigma, near = ((0, 0, 2.56), (1.6, 6.4, 2.24), (2.56, 1.92, 1.92), (3.2, 1.28, 1.6), (3.2, 0.96, 0.96))[
         severity
@@ -287,7 +287,7 @@ def _elastic_transform(x: Tensor, severity: int, source: Source) -> Tensor:
     return sampled(x, rows + field[:, 0], columns + field[:, 1], "reflection")
 
 
-def _pixelate(x: Tensor, severity: int, _: Source) -> Tensor:
+def _pixelate(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     share = (0.95, 0.90, 0.85, 0.75, 0.65)[severity]
     rows, columns = (_boxes(size, int(size * share), x.device) for size in x.shape[-2:])
     return rows @ x @ columns.T
@@ -302,11 +302,11 @@ def _boxes(size: int, fewer: int, device: torch.device) -> Tensor:
     return chosen / chosen.sum(1, keepdim=True)
 
 
-def _jpeg_compression(x: Tensor, severity: int, _: Source) -> Tensor:
+def _jpeg_compression(x: Tensor, severity: int, _: BatchNoise) -> Tensor:
     return jpeg(x, (80, 65, 58, 50, 40)[severity])
 
 
-CORRUPTIONS: dict[str, Callable[[Tensor, int, Source], Tensor]] = {
+CORRUPTIONS: dict[str, Callable[[Tensor, int, BatchNoise], Tensor]] = {
     "gaussian_noise": _gaussian_noise,
     "shot_noise": _shot_noise,
     "impulse_noise": _impulse_noise,
@@ -359,7 +359,7 @@ def corrupt(images: Tensor, name: str, severity: int, address: Address, first: i
         raise InputError("corruption 'saturate' needs colour images, but these are grey")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise InputError(f"images have type {images.dtype}: expected uint8, or float in [0, 1]")
-    source = Source(address.sub(name), first, len(images), images.device)
+    source = BatchNoise(address.sub(name), first, len(images), images.device)
     result = CORRUPTIONS[name](to_unit(images).float(), severity - 1, source).clamp(0, 1)
     return (result * 255).round_().to(torch.uint8) if images.dtype == torch.uint8 else result.to(images.dtype)
 

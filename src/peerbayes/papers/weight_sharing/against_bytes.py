@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.errors import InputError
-from peerbayes.recipes.settings import SharedOptions
+from peerbayes.posteriors.recipe_options import PosteriorOptions
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
@@ -44,25 +44,25 @@ FORMS = {"bits": "{} bits", "em_steps": "EM steps {}", "sampling": "{} sampling"
 Runs = Mapping[int, Run]  # of one setting, by seed
 
 
-class _Peer(Table):
+class _SizedPeer(Table):
     name: str
     accuracy: float
     nll: float
     ece: float
 
 
-class _Judged(Table):
+class _SizedRecord(Table):
     """What the figure looks for in a record."""
 
-    peers: Annotated[list[_Peer], Field(min_length=1)]
+    peers: Annotated[list[_SizedPeer], Field(min_length=1)]
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """Figures of the test split against the size of the weights file, over seeds; by network and data set.
 
     Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
-    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is judged
-    first.
+    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is
+    evaluated first.
     """
     runs = open_runs(folders, own=False)
     records = {run.folder: _record(run, device, root) for run in runs}
@@ -90,7 +90,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
 def _record(run: Run, device: str, root: str | Path | None) -> Record:
     path = run.folder / "evaluation.json"
     record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
-    _Judged.parse(record, str(path))
+    _SizedRecord.parse(record, str(path))
     for peer in record["peers"]:  # records from before they held it
         peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
     return record
@@ -100,9 +100,9 @@ def _first(group: Runs) -> Run:
     return next(iter(group.values()))
 
 
-def _codebook(group: Runs) -> SharedOptions | None:
-    kinds = [peer.posterior for peer in _first(group).recipe.peers]
-    return kinds[0] if isinstance(kinds[0], SharedOptions) else None
+def _codebook(group: Runs) -> PosteriorOptions | None:
+    options = _first(group).recipe.peers[0].posterior
+    return options if options.posterior_class.made_of_posterior else None
 
 
 def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:

@@ -14,6 +14,7 @@ from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.inference.guarantees import Labelled, Promises, coverage_promise, parts, risk_promise
 from peerbayes.inference.prediction import mean_of, predict_split
+from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
@@ -24,7 +25,7 @@ def fit_temperatures(
 ) -> tuple[dict[str, float], float]:
     """Return the temperature of every peer, and that of all as one: those of least NLL, of averaged probabilities.
 
-    They are fitted to the draws that evaluation judges, so on the validation split they are those of its records.
+    They are fitted to the draws that evaluation takes, so on the validation split they are those of its records.
 
     Args:
         peers: posteriors by name.
@@ -33,11 +34,9 @@ def fit_temperatures(
         seed: with the peers' names, the address of the draws.
     """
     log_p, labels = _predicted(peers, split, draws, seed)
-    each = {name: metrics.fit_temperature(own, labels, width=metrics.TEMPERATURE_WIDTH) for name, own in log_p.items()}
+    each = {name: metrics.fit_temperature(own, labels, width=TEMPERATURE_WIDTH) for name, own in log_p.items()}
     alone = next(iter(each.values()))
-    return each, alone if len(each) == 1 else metrics.fit_temperature(
-        _as_one(log_p), labels, width=metrics.TEMPERATURE_WIDTH
-    )
+    return each, alone if len(each) == 1 else metrics.fit_temperature(_as_one(log_p), labels, width=TEMPERATURE_WIDTH)
 
 
 def certify(
@@ -85,7 +84,7 @@ def certificate_of(
     fitted, shown = parts(len(labels), seed)
     if not len(fitted) or not len(shown):
         raise InputError(f"{data}: has {len(labels)} validation images, too few to promise anything with")
-    temperature = metrics.fit_temperature(log_p[fitted], labels[fitted], width=metrics.TEMPERATURE_WIDTH)
+    temperature = metrics.fit_temperature(log_p[fitted], labels[fitted], width=TEMPERATURE_WIDTH)
     tempered = log_p if temperature == 1 else metrics.temper(log_p, temperature)
     choosing, showing = (Labelled(tempered[part], labels[part]) for part in (fitted, shown))
     made = choosing, showing, promises, names

@@ -7,20 +7,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from peerbayes.data.loader import Placement
+from peerbayes.choices import Engine, Placement, Precision
 from peerbayes.engine.devices import pick_device
-from peerbayes.engine.engines import ENGINES, STREAMS, TEACHERS, Name, pick
+from peerbayes.engine.engines import STREAMS, TEACHERS, pick
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.errors import InputError, nearest
-from peerbayes.runs.plan import Node
 from peerbayes.training.reporters import Reporter, usual_reporter
 
-Engine = Name | Literal["auto"]
-Precision = Literal["auto", "float32", "bfloat16"]
+if TYPE_CHECKING:
+    from peerbayes.runs.plan import Node
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ class How:
     synchronise: bool = False
 
     def __post_init__(self) -> None:
-        allowed = {"engine": ("auto", *ENGINES), "precision": get_args(Precision), "placement": get_args(Placement)}
-        for name, words in allowed.items():
-            if getattr(self, name) not in words:
+        for name, choice in {"engine": Engine, "precision": Precision, "placement": Placement}.items():
+            if getattr(self, name) not in (words := get_args(choice)):
                 raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(words)}")
         for name in ("checkpoint_every", "pack"):
             number = getattr(self, name)

@@ -21,7 +21,7 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.predicting import predict_inputs, prediction_table
+from peerbayes.reports.predictions import predict_inputs, prediction_table
 
 
 @pytest.fixture(scope="module")

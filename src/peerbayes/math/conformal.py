@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import scipy.stats
 import torch
 from torch import Tensor
 
+from peerbayes.choices import SetMethod
 from peerbayes.errors import InputError
 
-Method = Literal["lac", "aps", "raps"]
+Method = SetMethod
 
 
 # ---- conformal sets --------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def conformal_scores(probabilities: Tensor, method: Method = "lac", penalty: flo
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import conformal_scores
+        >>> from peerbayes.math.conformal import conformal_scores
         >>> p = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
         >>> conformal_scores(p).tolist(), conformal_scores(p, "aps").tolist()
         ([[0.5, 0.75, 0.75]], [[0.0, 0.5, 0.75]])
@@ -55,7 +56,7 @@ def images_for_coverage(coverage: float) -> int:
     """Return the fewest calibration images with which a coverage can be promised: ``coverage / (1 − coverage)``.
 
     Example:
-        >>> from peerbayes.math.guarantees import images_for_coverage
+        >>> from peerbayes.math.conformal import images_for_coverage
         >>> images_for_coverage(0.9), images_for_coverage(0.99)
         (9, 99)
     """
@@ -75,7 +76,7 @@ def conformal_threshold(scores: Tensor, coverage: float) -> float:
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import conformal_threshold
+        >>> from peerbayes.math.conformal import conformal_threshold
         >>> conformal_threshold(torch.arange(1.0, 20.0), 0.9)  # 19 images: the 18th
         18.0
     """
@@ -101,7 +102,7 @@ def risk_p_values(errors: Tensor, answered: Tensor, risk: float) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import risk_p_values
+        >>> from peerbayes.math.conformal import risk_p_values
         >>> risk_p_values(torch.tensor([0, 1]), torch.tensor([2, 2]), 0.5)
         tensor([0.2500, 0.7500], dtype=torch.float64)
     """
@@ -120,7 +121,7 @@ def answers_for_risk(risk: float, delta: float, wrong: float = 0.0) -> int | Non
         wrong: share of wrong answers that is expected.
 
     Example:
-        >>> from peerbayes.math.guarantees import answers_for_risk
+        >>> from peerbayes.math.conformal import answers_for_risk
         >>> [answers_for_risk(0.05, 0.1, wrong) for wrong in (0, 0.03, 0.05)]
         [45, 282, None]
     """
@@ -148,7 +149,7 @@ class Answered(NamedTuple):
         errors: those that are wrong.
 
     Example:
-        >>> from peerbayes.math.guarantees import Answered
+        >>> from peerbayes.math.conformal import Answered
         >>> Answered(0.9, answers=45, errors=0).answers
         45
     """
@@ -168,7 +169,7 @@ def answered_from(confidence: Tensor, correct: Tensor, thresholds: Tensor) -> tu
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import answered_from
+        >>> from peerbayes.math.conformal import answered_from
         >>> answered_from(torch.tensor([0.5, 0.7, 0.9]), torch.tensor([False, True, True]), torch.tensor([0.7, 0.0]))
         (tensor([2, 3]), tensor([0, 1]))
     """
@@ -194,7 +195,7 @@ def risk_sequence(confidence: Tensor, correct: Tensor, risk: float, delta: float
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import risk_sequence
+        >>> from peerbayes.math.conformal import risk_sequence
         >>> confidence = torch.linspace(0, 1, 101)
         >>> sequence = risk_sequence(confidence, confidence > 0.25, risk=0.1, delta=0.1, times=3)
         >>> float(sequence[0]) > 0.25, float(sequence[-1])
@@ -229,7 +230,7 @@ def risk_threshold(confidence: Tensor, correct: Tensor, sequence: Tensor, risk: 
 
     Example:
         >>> import torch
-        >>> from peerbayes.math.guarantees import risk_threshold
+        >>> from peerbayes.math.conformal import risk_threshold
         >>> confidence = torch.cat([torch.full((60,), 0.9), torch.full((20,), 0.4)])
         >>> correct = confidence > 0.5
         >>> risk_threshold(confidence, correct, torch.tensor([0.9, 0.4]), risk=0.05, delta=0.1).answers

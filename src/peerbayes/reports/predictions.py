@@ -32,10 +32,24 @@ def predict_inputs(
         inputs: as `Run.predict` takes them.
         coverage: also sets of classes, as its certificate promises; see `Run.predict`.
         risk: also what to abstain from, as its certificate promises.
-        draws: of each peer; by default as many as the recipe judges with.
+        draws: of each peer; by default as many as the recipe evaluates with.
         calibrated: temper by the temperature that is kept with the weights.
         device: where to predict.
         trust: allow what the run's recipe names as ``package.module:name``.
+
+    Example:
+        >>> import tempfile
+        >>> import peerbayes as pb
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
+        >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
+        >>> import numpy as np
+        >>> from PIL import Image
+        >>> Image.fromarray(np.zeros((8, 8), np.uint8)).save(f"{folder.name}/a.png")
+        >>> (record,) = pb.reports.predict_inputs(run.folder, f"{folder.name}/a.png", device="cpu")
+        >>> 0 < record["probability"] <= 1
+        True
+        >>> folder.cleanup()
     """
     promised = {"coverage": coverage, "risk": risk}
     how: dict[str, Any] = {**promised, "draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
