@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
+from peerbayes.metrics.calibration import FEWEST
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, load_recipe
@@ -36,7 +38,6 @@ RECIPE = "from-checkpoint"
 WIDTHS = (0.05, 0.1, 0.2)
 NET, PAIR = "net", ("first", "second")
 FOLDS = 5
-FEWEST = 20  # mistakes among the validation images, below which no temperature is learnt of them
 KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
 Network = nn.Module | str | Path
 
@@ -47,13 +48,15 @@ class Adopted:
 
     Attributes:
         folder: of all runs.
-        runs: by what was done: ``plain``, ``extra``, ``bayesian``, ``peers``.
+        runs: by what was done: ``plain``, ``extra``, ``bayesian``, ``peers``; then those that it was compared with.
         record: settings, validation NLL of every candidate, a row a way to predict, and what to ship.
+        evaluations: the records of the runs, as of `peerbayes.evaluate`.
     """
 
     folder: Path
     runs: Mapping[str, Run]
     record: Record
+    evaluations: Mapping[str, Record]
 
     @property
     def best(self) -> Run:
@@ -102,6 +105,7 @@ class Adoption:
         given = set_data(table, data, root)
         self._table = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}")).model_dump(exclude_none=True)
         self.data: Dataset = given or load_data(self._recipe({}), root)
+        self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
                              "--set data.validation=0.1, or validation= of peerbayes.data.load")  # fmt: skip
@@ -202,6 +206,7 @@ def adopt(
     new_head: bool = False,
     normalize: Choice = "auto",
     corrupted: str | Path | None = MIXED,
+    compare: Mapping[str, Run] = MappingProxyType({}),
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -227,6 +232,7 @@ def adopt(
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
         normalize: how a module expects its images, see `peerbayes.networks.normalised`.
         corrupted: what else to judge images on, see `peerbayes.evaluate`; None for nothing.
+        compare: other runs over the same data, such as an ensemble, for the table alone, by what to call them.
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
@@ -234,6 +240,8 @@ def adopt(
         how: see `How`.
     """
     refuse_unknown(how, adopt)
+    if taken := {"plain", "extra", "bayesian", "peers"} & {*compare}:
+        raise InputError(f"compare: '{min(taken)}' is what a run of the adoption is called; choose another name")
     folder = Path(run) if run is not None else default_adopted(network)
     adoption = Adoption(
         network, data, folder, name=name, peers=peers, epochs=epochs, extra_epochs=extra_epochs, widths=widths,
@@ -259,11 +267,17 @@ def adopt(
     if adoption.with_peers:
         chosen |= trained({"peers": adoption.peers(width)})
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
+    for who, one in compare.items():
+        chosen[who], losses[who] = one, _losses(one, adoption.data, device)
     bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
     judged = {}
     for who, one in chosen.items():
-        judged[who] = evaluate(one, data=adoption.data, corrupted=bad, device=device, root=how.get("root"))
-        write_report(one, judged[who])
+        judged[who] = evaluate(
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
+            root=how.get("root"),
+        )  # fmt: skip
+        if who not in compare:
+            write_report(one, judged[who])
     rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
     record: Record = {
         "network": str(network) if adoption.module is None else type(network).__name__,
@@ -276,10 +290,11 @@ def adopt(
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
         "width": width,
         "corrupted": None if bad is None else str(bad),
-        "folders": {who: one.folder.name for who, one in chosen.items()},
+        "folders": {who: str(one.folder) if who in compare else one.folder.name for who, one in chosen.items()},
         "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
     }
-    record["ship"], record["verdict"] = _verdict([row for row in rows if after or row["temperature"] is None])
+    candidates = [row for row in rows if row["run"] not in compare and (after or row["temperature"] is None)]
+    record["ship"], record["verdict"] = _verdict(candidates)
     told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
     record["verdict"] += f". Widths by validation NLL: {told}."
     if not after:
@@ -288,7 +303,7 @@ def adopt(
             "to choose a temperature by."
         )
     write_record(folder / "adopted.json", record)
-    return Adopted(folder, chosen, record)
+    return Adopted(folder, chosen, record, judged)
 
 
 def default_adopted(network: Network) -> Path:
@@ -327,7 +342,7 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
         tempered = one.clone()
         for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
             held = fold == number
-            tempered[held] = metrics.temper(one[held], metrics.fit_temperature(one[~held], labels[~held]))
+            tempered[held] = metrics.temper(one[held], metrics.safe_temperature(one[~held], labels[~held]))
         for after, p in ((False, one), (True, tempered)):
             found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
     return found
@@ -349,10 +364,12 @@ def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -
     judged = [*record["peers"], *([record[ENSEMBLE] | {"name": ENSEMBLE}] if ENSEMBLE in record else [])]
     for one in judged:
         whole = one["name"] == ENSEMBLE
-        title = "ensemble of peers" if whole else TITLES[who] + f" {one['name']}" * (who == "peers")
+        title = TITLES.get(who, who) + f" {one['name']}" * (len(record["peers"]) > 1)
+        title = f"ensemble of {TITLES[who]}s" if whole and who in TITLES else who if whole else title
         members = record["peers"] if whole else [one]
         passes = sum(record["draws"] if peer["disagreement"] > 0 else 1 for peer in members)
         bad = one.get("corrupted", {})
+        outside = one.get("out_of_distribution", {}).values()
         for after in (False, True):
             own = losses[one["name"], after]
             nll, ece = ("cnll", "cece") if after else ("nll", "ece")
@@ -366,6 +383,7 @@ def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -
                 "nll": one[nll],
                 "ece": one[ece],
                 "kept_accuracy": None if after else retention.get(KEPT),
+                "auroc": None if after or not outside else sum(one["auroc"] for one in outside) / len(outside),
                 "corrupted": {"accuracy": bad["accuracy"], "nll": bad[nll], "ece": bad[ece]} if bad else None,
                 "passes": passes,
                 "bytes": sum(peer["bytes"] for peer in members),
@@ -407,13 +425,16 @@ def _passes(row: Record) -> str:
 
 
 def adoption_table(record: Record) -> str:
-    """Return the rows as a table: the test split, the most certain images, corrupted ones, and costs."""
+    """Return the rows as a table: the test split, the most certain images, others by entropy, corrupted ones, costs."""
     bad = record["corrupted"] is not None
-    heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
+    outside = any(row["auroc"] is not None for row in record["rows"])
+    heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["AUROC"] * outside]
+    heads += [*["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
     lines = [["", *heads]]
     for row in record["rows"]:
         cells = [row["who"], *_figures(row)]
         cells.append("" if row["kept_accuracy"] is None else f"{100 * row['kept_accuracy']:.2f}")
+        cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []
         lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
     return "\n".join(aligned(lines, left=1))

@@ -20,6 +20,7 @@ from peerbayes.metrics.calibration import (
     ece,
     fit_temperature,
     reliability,
+    safe_temperature,
     temper,
 )
 from peerbayes.metrics.scores import nll_from_log
@@ -213,3 +214,16 @@ def test_confidence_by_class_agrees_with_numpy():
     mean, quantiles = confidence_overall(torch.from_numpy(p), levels)
     assert mean == pytest.approx(p.max(1).mean())
     assert quantiles.tolist() == pytest.approx(np.quantile(p.max(1), levels))
+
+
+def test_a_few_mistakes_make_nothing_surer():
+    log_p, labels = predictions(5, 400)
+    wrong = (log_p.argmax(1) != labels).nonzero()[:, 0]
+    blurred = log_p / 4
+    for mistakes, kept in ((0, 1.0), (19, 1.0), (20, None)):
+        some = torch.cat([(log_p.argmax(1) == labels).nonzero()[:, 0], wrong[:mistakes]])
+        best = fit_temperature(blurred[some], labels[some])
+        assert best < 1
+        assert safe_temperature(blurred[some], labels[some]) == (best if kept is None else kept)
+    sharp = log_p[wrong[:3]] * 9  # what is too sure is made less so, however few there are
+    assert safe_temperature(sharp, labels[wrong[:3]]) == fit_temperature(sharp, labels[wrong[:3]]) > 1

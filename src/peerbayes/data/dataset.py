@@ -108,6 +108,10 @@ class Dataset:
                 found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.shape)) + ("" if self.vocabulary is None else " token numbers")
+        return f"Dataset({self.description}; {self.classes:,} classes, each {shape})"
+
     def _repr_html_(self) -> str:
         named = ", ".join((self.class_names or ())[:NAMED])
         more = f" and {self.classes - NAMED:,} more" if named and self.classes > NAMED else ""

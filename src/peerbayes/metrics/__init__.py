@@ -9,6 +9,7 @@ from peerbayes.metrics.calibration import (
     ece,
     fit_temperature,
     reliability,
+    safe_temperature,
     temper,
 )
 from peerbayes.metrics.disagreement import disagreement_rate, pairwise_diversity, probability_variance
@@ -46,6 +47,7 @@ __all__ = [
     "probability_variance",
     "reliability",
     "retention_curve",
+    "safe_temperature",
     "sharpness",
     "soft_cross_entropy",
     "soft_cross_entropy_from_log",

@@ -19,6 +19,8 @@ from peerbayes.metrics._checks import (
     sorted_with_shared_ties,
 )
 
+FEWEST = 20  # wrong predictions, below which a temperature makes none surer
+
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
@@ -233,6 +235,28 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
     if hot >= 0:
         return highest
     return math.exp(scipy.optimize.brentq(slope, math.log(lowest), math.log(highest), xtol=1e-10))
+
+
+def safe_temperature(log_probabilities: Tensor, labels: Tensor) -> float:
+    """Return the temperature of `fit_temperature`, or 1 where that is less and hardly any prediction is wrong.
+
+    A temperature below 1 makes predictions surer. Where all are right no end is sure enough, and a few mistakes
+    say little about how many there will be elsewhere: below `FEWEST` of them nothing is made surer.
+
+    Args:
+        log_probabilities: as in `fit_temperature`.
+        labels: ``(N,)``, integers.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import fit_temperature, safe_temperature
+        >>> log_p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(), torch.tensor([0, 1])
+        >>> fit_temperature(log_p, labels), safe_temperature(log_p, labels)
+        (0.01, 1.0)
+    """
+    wrong = int((log_probabilities.argmax(-1).cpu() != labels.cpu()).sum())
+    found = fit_temperature(log_probabilities, labels)
+    return found if wrong >= FEWEST else max(found, 1.0)
 
 
 def temper(log_probabilities: Tensor, temperature: float) -> Tensor:

@@ -265,7 +265,7 @@ def _labels(split: Split) -> Tensor:
 
 def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor, bins: int) -> Record:
     """Return the figures after temperature scaling, with the temperature that is best on the validation split."""
-    temperature = metrics.fit_temperature(held, _labels(validation))
+    temperature = metrics.safe_temperature(held, _labels(validation))
     tempered = metrics.temper(log_p, temperature)
     return {
         "temperature": temperature,

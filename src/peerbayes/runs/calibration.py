@@ -20,6 +20,8 @@ def fit_temperatures(
 ) -> tuple[dict[str, float], float]:
     """Return the temperature of every peer, and that of all as one: those of least NLL, of averaged probabilities.
 
+    None makes predictions surer where hardly any is wrong, see `peerbayes.metrics.safe_temperature`.
+
     They are fitted to the draws that evaluation judges, so on the validation split they are those of its records.
 
     Args:
@@ -36,9 +38,9 @@ def fit_temperatures(
         bad = int(log_p[-1].isnan().any(1).sum())
         if bad:
             raise InputError(f"peer '{name}': {bad} of {len(log_p[-1])} predictions are not numbers (NaN)")
-    each = {name: metrics.fit_temperature(own, split.labels) for name, own in zip(peers, log_p, strict=True)}
+    each = {name: metrics.safe_temperature(own, split.labels) for name, own in zip(peers, log_p, strict=True)}
     alone = next(iter(each.values()))
-    return each, alone if len(each) == 1 else metrics.fit_temperature(mean_of(torch.stack(log_p)), split.labels)
+    return each, alone if len(each) == 1 else metrics.safe_temperature(mean_of(torch.stack(log_p)), split.labels)
 
 
 def keep_temperature(posterior: Posterior, temperature: float, weights: Path) -> None:
