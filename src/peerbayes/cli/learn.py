@@ -116,6 +116,7 @@ def train(
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
     from peerbayes.api.fitting import PEERS, job_for
+    from peerbayes.recipes.recipe import is_recipe
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
@@ -124,6 +125,10 @@ def train(
             "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
         )
     recipes = recipes or []
+    for given in map(Path, recipes):
+        images = given.is_dir() and not is_recipe(str(given)) and not (given / "recipe.toml").exists()
+        if images or given.suffix in (".csv", ".npz", ".json"):
+            raise InputError(f"train {given}: expected a recipe; data are given by --data {given}")
     if len(set(recipes)) < len(recipes):
         raise InputError(f"train {' '.join(recipes)}: a recipe stands there twice")
     if seeds is not None and seed:

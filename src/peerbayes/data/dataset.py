@@ -36,6 +36,7 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import IMAGENET_STATS
 from peerbayes.networks.registry import WordVectors
 from peerbayes.showing import html_facts
@@ -390,6 +391,9 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
         return read_corpus(Path(place), want_train)
     if Path(place).is_dir():
         return read_folder(Path(place), want_train)
+    if is_checkpoint(place):
+        raise InputError(f"{place}: holds weights, expected data; the network that they are of is made the best of by "
+                         "'peerbayes adopt'")  # fmt: skip
     if Path(place).suffix != ".npz":
         raise InputError(f"{place}: expected an .npz file, an image folder, a table of texts or image paths (.csv), "
                          "texts (.json) or a known name")  # fmt: skip
@@ -409,7 +413,12 @@ def _located(name: str | Path, root: Path | str | None) -> str | Path:
     place = next((place for place in (path, base / path) if place.exists()), None)
     if place is not None:
         return place
-    hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
+    beside = [str(path.parent / one.name) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = nearest(str(path), [*names(), *beside])
+    if name == IN_MEMORY:
+        hint = "; data in memory has to be given again"
+    elif not hint.startswith("; did"):
+        hint = nearest(str(name), names())
     looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
     raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
 
