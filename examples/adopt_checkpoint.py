@@ -34,20 +34,17 @@ for _ in range(60):
 FOLDER.mkdir(parents=True, exist_ok=True)
 torch.save({"epoch": 60, "state_dict": trained.state_dict()}, FOLDER / "model.pth")
 
-# On the command line: peerbayes adopt model.pth --network mymodule:build --data my-images/
+# On the command line: peerbayes adopt model.pth --network mymodule:build --data my-images/ --distill --compress
 net = network()
 net.load_state_dict({k.removeprefix("module."): v for k, v in torch.load(FOLDER / "model.pth")["state_dict"].items()})
-adopted = pb.adopt(net, data=data, run=FOLDER / "adopted", epochs=EPOCHS, extra_epochs=True, normalize=None)
+adopted = pb.adopt(
+    net, data=data, run=FOLDER / "adopted", epochs=EPOCHS, extra_epochs=True, normalize=None,
+    smaller=["distilled", "compressed"],
+)  # fmt: skip
 print(adopted)
 
-bayesian = adopted.runs["bayesian"]  # `adopted.best` is what the last sentence says
 inputs, truth = data.test.batch(torch.arange(6), torch.device("cpu"))
-print(f"\n{bayesian.predict(inputs)}\nlabels: {truth.tolist()}")
+for run in adopted.best, adopted.runs["compressed"]:  # the first is what the last sentence says
+    print(f"\n{run.folder.name}, labels {truth.tolist()}:\n{run.predict(inputs)}")
 
-one = pb.distill(bayesian, into=network(), data=data, run=FOLDER / "distilled", overrides=f"stages.0.epochs={EPOCHS}")
-small = pb.compress(bayesian, into="compress", run=FOLDER / "small", overrides=f"stages.0.epochs={EPOCHS}")
-
-runs = [bayesian, pb.load(FOLDER / "distilled", {"student": network()}), pb.load(FOLDER / "small", {"net": network()})]
-print("\n" + pb.reports.text_table([pb.evaluate(run, data=data) for run in runs]))
-for run in runs:
-    print(f"{run.folder.name}: {sum(run.weights_file(name).stat().st_size for name in run):,} bytes")
+print(f"\none plain network: {FOLDER / 'adopted' / 'distilled' / 'network-student.safetensors'}")

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {  # what the end of a journey shows, by script
-    "adopt_checkpoint": ["plain + temperature", "Ship ", "distil", "compress", "small: "],
+    "adopt_checkpoint": ["plain + temperature", "distilled", "compressed", "Ship ", "disagreement"],
     "image_folder": ["ensemble", "disagreement", "report.html"],
     "texts_csv": ["ensemble", "torch", "disagreement"],
     "own_lstm": ["11,626 of 11,626 trainable weights are Bayesian", "noise:"],
@@ -20,7 +20,7 @@ SAYS = {  # what the end of a journey shows, by script
 WRITES = {
     "image_folder": ["run/report.html"],
     "texts_csv": ["predictions.csv"],
-    "adopt_checkpoint": ["adopted/adopted.json", "distilled/network-student.safetensors"],
+    "adopt_checkpoint": ["adopted/adopted.json", "adopted/distilled/network-student.safetensors"],
 }
 
 # What of `datasets` the example uses, where that is not installed.

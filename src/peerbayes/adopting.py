@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes import metrics
+from peerbayes.api.compressing import compress, compression
+from peerbayes.api.distilling import ALONE, distill, recipe_into, save_networks
 from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
@@ -19,7 +21,7 @@ from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import FEWEST
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
-from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.out_of_distribution import MIXED
@@ -30,13 +32,15 @@ from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.execution import How, refuse_unknown
 from peerbayes.runs.executor import dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
-from peerbayes.runs.run import Run, slug
+from peerbayes.runs.run import ADOPTED, Run, slug
 from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
 
 RECIPE = "from-checkpoint"
 WIDTHS = (0.05, 0.1, 0.2)
 NET, PAIR = "net", ("first", "second")
+SMALL, STUDENT = "compress", "student"
+SMALLER = ("distilled", "compressed")
 FOLDS = 5
 KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
 Network = nn.Module | str | Path
@@ -168,6 +172,36 @@ class Adoption:
         posterior = self._posterior(width)
         return self._job("peers", title, PAIR, "plain", posterior=posterior, stages=self._stages(**terms))
 
+    def smaller(self, which: str, before: Run, epochs: int, how: Mapping[str, Any]) -> Run:
+        """Return the run of what is made of the Bayesian network: one plain network, or a small codebook.
+
+        Args:
+            which: ``distilled`` or ``compressed``.
+            before: the run of the Bayesian network.
+            epochs: of training.
+            how: see `How`, with ``resume`` and ``reporter``.
+        """
+        changes, folder = [f"stages.0.epochs={epochs}", "stages.0.warmup=0"], self.folder / which
+        if which == "compressed":
+            changes.append(f"evaluation.draws={self._table['evaluation']['draws']}")
+        if self.module is not None:
+            given: dict[str, Any] = {"run": folder, "seed": self.seed, "overrides": changes, **how}
+            if which == "distilled":
+                distill(before, into=self.module, data=self.data, recipe=ALONE, **given)
+            else:
+                compress(before, into=SMALL, **given)
+            return Run(folder, {STUDENT if which == "distilled" else NET: self.module})
+        if which == "distilled":
+            job = Job(recipe_into(ALONE, [before.folder], changes), folder, self.seed)
+        else:
+            job = compression(before.folder, SMALL, "sharing/stage1", changes, folder, self.seed)
+        job = replace(job, given=replace(job.given, data=self._given))
+        options = {key: value for key, value in how.items() if key not in ("resume", "reporter")}
+        (done,) = execute(resolve([job]), How(**options), resume=how["resume"], reporter=how["reporter"])
+        if which == "distilled":
+            save_networks(done)
+        return done
+
     def _posterior(self, width: float) -> dict[str, Any]:
         (peer,) = self._table["peers"]
         return {**peer["posterior"], "gain": width}
@@ -202,6 +236,7 @@ def adopt(
     peers: int = 0,
     epochs: int = 5,
     extra_epochs: bool = False,
+    smaller: Sequence[str] = (),
     widths: Sequence[float] = WIDTHS,
     new_head: bool = False,
     normalize: Choice = "auto",
@@ -228,6 +263,8 @@ def adopt(
         peers: 2 for two networks of the chosen width that teach each other, too.
         epochs: of each run.
         extra_epochs: train the network itself as many more epochs, too, for a fair comparison.
+        smaller: what else to make of the Bayesian network: ``"distilled"`` into one plain network, ``"compressed"``
+            into a small codebook.
         widths: of scales, as ``gain`` of `MeanField`.
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
         normalize: how a module expects its images, see `peerbayes.networks.normalised`.
@@ -240,7 +277,10 @@ def adopt(
         how: see `How`.
     """
     refuse_unknown(how, adopt)
-    if taken := {"plain", "extra", "bayesian", "peers"} & {*compare}:
+    smaller = listed(smaller)
+    if unknown := [which for which in smaller if which not in SMALLER]:
+        raise InputError(f"smaller: '{unknown[0]}': expected {' or '.join(SMALLER)}")
+    if taken := {*TITLES} & {*compare}:
         raise InputError(f"compare: '{min(taken)}' is what a run of the adoption is called; choose another name")
     folder = Path(run) if run is not None else default_adopted(network)
     adoption = Adoption(
@@ -267,6 +307,10 @@ def adopt(
     if adoption.with_peers:
         chosen |= trained({"peers": adoption.peers(width)})
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
+    for which in smaller:
+        further = {**how, "resume": resume and (folder / which).exists(), "reporter": reporter}
+        chosen[which] = adoption.smaller(which, chosen["bayesian"], epochs, further)
+        losses[which] = _losses(chosen[which], adoption.data, device)
     for who, one in compare.items():
         chosen[who], losses[who] = one, _losses(one, adoption.data, device)
     bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
@@ -302,7 +346,7 @@ def adopt(
             f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
             "to choose a temperature by."
         )
-    write_record(folder / "adopted.json", record)
+    write_record(folder / ADOPTED, record)
     return Adopted(folder, chosen, record, judged)
 
 
@@ -355,7 +399,8 @@ def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
     return int((run.predict_split(NET, split, 1, device)[0].argmax(1) != split.labels).sum())
 
 
-TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer"}
+TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer",
+          "distilled": "distilled", "compressed": "compressed"}  # fmt: skip
 
 
 def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -> list[dict[str, Any]]:

@@ -212,6 +212,8 @@ def adopt(
     extra_epochs: Annotated[
         bool, typer.Option("--extra-epochs", help="Also train the plain network as many more epochs.")
     ] = False,
+    distill: Annotated[bool, typer.Option("--distill", help="Also one plain network that learns from it.")] = False,
+    compress: Annotated[bool, typer.Option("--compress", help="Also the same in a small codebook.")] = False,
     width: Annotated[
         list[float] | None,
         typer.Option(help="Width of scales to try; may be repeated.", show_default="0.05, 0.1, 0.2"),
@@ -260,6 +262,7 @@ def adopt(
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
+        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
         resume=resume,
         reporter=reporter(quiet),
         **settings,
