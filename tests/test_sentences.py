@@ -101,7 +101,7 @@ def place(tmp_path, monkeypatch):
         ("train plain --set start_from=x.pth",
          "recipe plain: --set start_from=x.pth: there is no key 'start_from'; did you mean 'peers.*.start_from'?"),
         ("train from-checkpoint --set peers.0.start_from=x.pth",
-         "peer 'net': start_from 'x.pth': there is no such file of weights"),
+         "peer 'net': start_from: x.pth: no such file"),
         ("adopt x.pth --network mlp --data three.npz --set data.validation=6 --quiet", "x.pth: no such file"),
         ("train from-checkpoint --set peers.0.start_from=model.pth --set peers.0.network=mlp",
          "model.pth: has no tensor 'hidden.0.0.weight' (and 5 others); is it of another network?"),

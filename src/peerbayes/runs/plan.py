@@ -243,7 +243,7 @@ class _Resolver:
             return self.node(self._wanted[folder])
         if is_checkpoint(source):
             if not path.exists():
-                raise InputError(f"peer '{peer.name}': start_from '{source}': there is no such file of weights")
+                raise InputError(f"peer '{peer.name}': start_from: {source}: no such file")
             return path
         if (path / "recipe.toml").is_file():
             return only_weights(Run(path), peer)
