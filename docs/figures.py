@@ -219,6 +219,36 @@ def calibration() -> Figure:
 
 
 @figure
+def guarantees() -> Figure:
+    """Draw coverage and risk over random splits, as `benchmarks/guarantees.py` has measured them."""
+    run = record("guarantees")["runs"][0]
+    drawn, (left, right) = panels(2)
+    sets = {one["method"]: one for one in run["promises"] if "promised coverage" in one and not one["by_class"]}
+    for (method, one), colour in zip(sets.items(), (BLUE, RED, GREEN)):
+        edges = np.linspace(*one["histogram"]["edges"], len(one["histogram"]["counts"]) + 1)
+        left.stairs(one["histogram"]["counts"], 100 * edges, color=colour, label=method.upper(), linewidth=1.2)
+    level, expected = one["promised coverage"], one["expected"]
+    middle = (edges[1:] + edges[:-1]) / 2
+    law = NormalDist(expected["mean"], expected["deviation"])
+    heights = [run["rounds"] * (edges[1] - edges[0]) * law.pdf(x) for x in middle]
+    left.plot(100 * middle, heights, ":", color=GREY, label="expected", linewidth=1)
+    left.axvline(100 * level, color=GREY, linewidth=0.8)
+    left.set(xlabel="coverage of the others, %", ylabel="splits", title=f"promised: {100 * level:g} %")
+    left.legend(loc="upper left")
+    risks = [one for one in run["promises"] if "promised risk" in one]
+    for one, colour in zip(risks, (BLUE, RED)):
+        counts = np.array(one["histogram"]["counts"])
+        edges = 100 * np.linspace(*one["histogram"]["edges"], len(counts) + 1)
+        label = f"promised: {100 * one['promised risk']:g} %, broken in {100 * one['broken']:.1f} %"
+        right.stairs(counts, edges, color=colour, label=label, linewidth=1.2)
+        right.axvline(100 * one["promised risk"], color=colour, linewidth=0.8)
+    right.set(xlabel="wrong answers, %", ylabel="splits", title=f"at most {100 * risks[0]['delta']:g} % may be broken")
+    right.set_ylim(0, 1.35 * right.get_ylim()[1])
+    right.legend(loc="upper right")
+    return drawn
+
+
+@figure
 def early_stopping() -> Figure:
     """Draw how many draws settle a class whose margin over its rival is the same in every draw."""
     from peerbayes.inference.early_stopping import Referee
@@ -238,6 +268,44 @@ def early_stopping() -> Figure:
         axes.semilogy(margins, draws, color=colour, label=f"error level {level:g}")
     axes.set(xlabel="margin of the leading class in every draw", ylabel="draws needed")
     axes.legend()
+    return drawn
+
+
+@figure
+def yardsticks() -> Figure:
+    """Draw SGD at a constant rate on a quadratic with SWAG's Gaussian, and how IVON finds the scale of another."""
+    noise = np.random.default_rng(4)
+    drawn, (plane, scales) = panels(2)
+    hessian = np.array([[1.0, 0.6], [0.6, 0.6]])
+    w, path = np.array([2.2, 1.5]), []
+    for _ in range(400):
+        w = w - 0.05 * (hessian @ w + 1.5 * noise.standard_normal(2))
+        path.append(w)
+    kept = np.array(path)[-200::10]  # the ends of 20 epochs of ten steps
+    off = kept - kept.mean(0)
+    covariance = 0.5 * np.diag((off**2).mean(0)) + off.T @ off / (2 * (len(kept) - 1))
+    values, vectors = np.linalg.eigh(covariance)
+    angle = math.degrees(math.atan2(vectors[1, 1], vectors[0, 1]))
+    for times in (1, 2):
+        width, height = 2 * times * np.sqrt(values[1]), 2 * times * np.sqrt(values[0])
+        plane.add_patch(Ellipse(tuple(kept.mean(0)), width, height, angle=angle, fill=False, color=RED))
+    plane.plot(*np.array(path).T, color=GREY, linewidth=0.6, alpha=0.6)
+    plane.plot(*kept.T, ".", color=BLUE)
+    plane.set(title="SWAG", xlabel="$w_1$", ylabel="$w_2$")
+    curvature, ess, decay, rate = 1.0, 100.0, 0.1, 0.01
+    exact = 1 / math.sqrt(ess * (curvature + decay))
+    for first, colour in ((0.3, BLUE), (0.04, GREEN)):
+        h, m, sigma = 1 / (ess * first**2) - decay, 1.0, []
+        for _ in range(1200):
+            sigma.append(1 / math.sqrt(ess * (h + decay)))
+            eps = noise.standard_normal()
+            gradient = curvature * (m + sigma[-1] * eps)
+            found = gradient * eps / sigma[-1]
+            h += 0.5 * (rate * (h - found)) ** 2 / (h + decay) - rate * (h - found)
+            m -= 0.05 * (gradient + decay * m) / (h + decay)
+        scales.plot(sigma, color=colour)
+    scales.axhline(exact, color=RED, linestyle="--")
+    scales.set(title="IVON", xlabel="step", ylabel="σ", yscale="log")
     return drawn
 
 

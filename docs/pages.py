@@ -39,6 +39,7 @@ TAKEN = {
     "src/peerbayes/papers/renyi/README.md": "paper-renyi",
     "src/peerbayes/papers/latentbe/README.md": "paper-distillation",
     "src/peerbayes/papers/weight_sharing/README.md": "paper-sharing",
+    "src/peerbayes/papers/yardsticks/README.md": "paper-yardsticks",
 }
 # Packaged recipes by the beginning of their names: what they are for, and the page about it.
 GROUPS = {
@@ -47,6 +48,7 @@ GROUPS = {
     "distillation": ("An ensemble in one network", "methods/distillation.md"),
     "sharing": ("A network in a small codebook", "methods/weight-sharing.md"),
     "pipeline": ("From peers to one small file", "guide/steps.md"),
+    "yardsticks": ("What people would use instead", "methods/yardsticks.md"),
 }
 PACKAGES = ("posteriors", "terms", "data", "networks", "metrics", "inference", "codebook", "reports", "runs", "papers")
 # What these packages offer that is in modules of theirs.

@@ -150,7 +150,7 @@ def test_a_temperature_is_judged_on_images_that_it_was_not_fitted_to(place, adop
     expected = torch.empty(len(labels), dtype=torch.float64)
     for number in range(5):
         held = torch.arange(len(labels)) % 5 == number
-        temperature = metrics.safe_temperature(log_p[~held], labels[~held])
+        temperature = metrics.fit_temperature(log_p[~held], labels[~held], width=0.5)
         logits = log_p[held] / temperature
         expected[held] = torch.nn.functional.cross_entropy(logits, labels[held], reduction="none").double()
     found = _losses(run, data, torch.device("cpu"))["net", True]

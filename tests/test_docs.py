@@ -71,7 +71,8 @@ def test_the_recipe_reference_says_what_every_key_of_the_tables_means():
 
 def test_the_recipe_reference_has_a_section_for_each_kind_of_posterior():
     kinds = pages.kinds()
-    assert set(kinds) == {posterior.kind for posterior in (pb.Point, pb.MeanField, pb.RankOne, pb.Shared)}
+    known = (pb.Point, pb.MeanField, pb.RankOne, pb.Shared, pb.Swag, pb.Laplace, pb.MCDropout)
+    assert set(kinds) == {posterior.kind for posterior in known}
     text = pages.recipe_reference()
     for kind, (model, _) in kinds.items():
         section = text.partition(f"#### {kind}\n")[2].partition("\n####")[0]

@@ -40,6 +40,7 @@ ROOMS = ["errors.py", "lazy.py", "importing.py", "schema.py", "math/di*.py", "ma
 ROOMS += [
     f"{room}/*.py" for room in ("networks", "data/transforms", "metrics", "terms", "codebook", "studies", "bench")
 ]
+ROOMS += ["exporting/*.py", "runs/hub.py"]
 ROOMS += ["data/vocabulary.py", "inference/early_stopping.py", "inference/folding.py", "kernels/launch.py"]
 ROOMS += [f"posteriors/{name}.py" for name in ("factors", "layout", "point", "rank_one", "storage")]
 

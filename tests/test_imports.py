@@ -33,6 +33,7 @@ ROOMS = [
     "runs",
     "api",
     "reports",
+    "exporting",
     "papers",
     "studies",
     "adopting",
@@ -41,8 +42,9 @@ ROOMS = [
     "cli",
     "__main__",
 ]
-# `Posterior.predict` is a door to the room that predicts: an object's verb, imported when it is called.
-DOORS = {("posteriors/base.py", "inference"), ("posteriors/rank_one.py", "inference")}
+# `Posterior.predict` is a door to the room that predicts: an object's verb, imported when it is called; and so is that
+# by which `Swag` estimates batch-norm's statistics anew.
+DOORS = {(f"posteriors/{kind}.py", "inference") for kind in ("base", "rank_one", "swag")}
 HEAVY = ["torch", "numpy", "scipy", "sklearn", "matplotlib", "pydantic", "timm"]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 

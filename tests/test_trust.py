@@ -25,6 +25,7 @@ def penalty(step, peer, *, weight: float = 0.1):
 VERBS = {
     "evaluate": ("evaluate", ".", "--device", "cpu"),
     "predict": ("predict", ".", "image.png", "--device", "cpu"),
+    "export": ("export", ".", "--to", "hub", "--out", "made"),
     "size": ("size", "."),
     "figure": ("figure", "confidence", ".", "--device", "cpu"),
     "recipes show": ("recipes", "show", "recipe.toml"),

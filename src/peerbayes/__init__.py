@@ -31,14 +31,19 @@ if TYPE_CHECKING:
     from peerbayes.api.fitting import fit, train
     from peerbayes.codebook.shared import Shared
     from peerbayes.errors import InputError, PeerbayesWarning
+    from peerbayes.exporting.export import Exported, export
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
     from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.laplace import Laplace
+    from peerbayes.posteriors.mc_dropout import MCDropout
     from peerbayes.posteriors.mean_field import MeanField
     from peerbayes.posteriors.point import Point
     from peerbayes.posteriors.rank_one import RankOne
+    from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.judging import judge
     from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
@@ -51,7 +56,10 @@ _HOMES = {
     "Adopted": "adopting",
     "Address": "math.noise",
     "ConsoleReporter": "training.reporters",
+    "Exported": "exporting.export",
     "InputError": "errors",
+    "Laplace": "posteriors.laplace",
+    "MCDropout": "posteriors.mc_dropout",
     "MeanField": "posteriors.mean_field",
     "PeerbayesWarning": "errors",
     "Point": "posteriors.point",
@@ -63,13 +71,16 @@ _HOMES = {
     "Run": "runs.run",
     "Shared": "codebook.shared",
     "Step": "terms.step",
+    "Swag": "posteriors.swag",
     "Weights": "posteriors.base",
     "adopt": "adopting",
     "calibrate": "api.calibrating",
     "compress": "api.compressing",
     "distill": "api.distilling",
     "evaluate": "reports.records",
+    "export": "exporting.export",
     "fit": "api.fitting",
+    "judge": "reports.judging",
     "load": "runs.run",
     "load_recipe": "recipes.recipe",
     "network": "networks.registry",
@@ -95,7 +106,10 @@ __all__ = [
     "Address",
     "Adopted",
     "ConsoleReporter",
+    "Exported",
     "InputError",
+    "Laplace",
+    "MCDropout",
     "MeanField",
     "PeerbayesWarning",
     "Point",
@@ -107,6 +121,7 @@ __all__ = [
     "Run",
     "Shared",
     "Step",
+    "Swag",
     "Weights",
     "adopt",
     "calibrate",
@@ -115,8 +130,10 @@ __all__ = [
     "data",
     "distill",
     "evaluate",
+    "export",
     "fit",
     "inference",
+    "judge",
     "load",
     "load_recipe",
     "metrics",

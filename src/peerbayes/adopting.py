@@ -18,7 +18,6 @@ from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
-from peerbayes.metrics.calibration import FEWEST
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
@@ -42,6 +41,7 @@ NET, PAIR = "net", ("first", "second")
 SMALL, STUDENT = "compress", "student"
 SMALLER = ("distilled", "compressed")
 FOLDS = 5
+FEWEST = 20  # mistakes among the validation images, below which no temperature is learnt of them
 KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
 Network = nn.Module | str | Path
 
@@ -386,7 +386,9 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
         tempered = one.clone()
         for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
             held = fold == number
-            tempered[held] = metrics.temper(one[held], metrics.safe_temperature(one[~held], labels[~held]))
+            tempered[held] = metrics.temper(
+                one[held], metrics.fit_temperature(one[~held], labels[~held], width=metrics.TEMPERATURE_WIDTH)
+            )
         for after, p in ((False, one), (True, tempered)):
             found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
     return found

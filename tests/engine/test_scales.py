@@ -14,7 +14,7 @@ from peerbayes.data import ArraySplit, Dataset
 from peerbayes.engine.movement import changes, sampled
 from peerbayes.engine.stages import StageState
 from peerbayes.math.noise import Address
-from peerbayes.posteriors import MeanField, Point, Posterior, RankOne
+from peerbayes.posteriors import Laplace, MCDropout, MeanField, Point, Posterior, RankOne, Swag
 from peerbayes.recipes import settings
 from peerbayes.recipes.recipe import Recipe, load_recipe, packaged
 from peerbayes.training.learner import Learner
@@ -90,6 +90,9 @@ POSTERIORS = {
         {"mean", "rest"},
     ),
     "shared": (shared, {"rest"}),
+    "swag": (lambda: Swag(net()), {"mean", "rest"}),
+    "laplace": (lambda: Laplace(net()), {"mean", "rest"}),
+    "mc_dropout": (lambda: MCDropout(nn.Sequential(net(), nn.Dropout(0.1), nn.Linear(3, 3))), {"mean", "rest"}),
     "of one's own": (lambda: Correlated(net()), {"mean", "rest"}),
 }
 

@@ -358,3 +358,19 @@ def test_normal_numbers_do_not_depend_on_the_pieces_they_are_made_in(count, monk
         again[first:last] = one
         again[half + first : half + last] = other[: count + 1 - half - first]
     assert torch.equal(again[:count], whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000, 300_001])
+def test_noise_of_programs_is_that_of_draws(count):
+    begin = start(HERE)
+    assert torch.equal(noise.normal_whole(begin, count), normal_from(begin, count))
+
+
+@pytest.mark.parametrize("seed", [7, noise.Seed1(7)])
+def test_a_fork_is_other_noise_and_fork_0_is_the_address(seed):
+    here, number = Address(seed, "peer-1", "step", 123), torch.tensor([123])
+    begins = {fork: noise.start_at(noise.keys_of(here), number, torch.tensor(fork)) for fork in (0, 1, -1, 1 << 62)}
+    assert torch.equal(begins[0], start(here))
+    assert all(int(begin[1]) % 2 for begin in begins.values())
+    found = torch.stack([normal_from(begin, COUNT) for begin in begins.values()])
+    assert (torch.corrcoef(found) - torch.eye(4)).abs().max() < 5 / COUNT**0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from peerbayes import networks
@@ -41,7 +41,7 @@ def test_packaged_recipe_is_complete_and_comes_back_from_its_own_toml(name, tmp_
     table = tomllib.loads(recipe.to_toml())
     assert set(table) | {"teachers"} == set(Recipe.model_fields)  # TOML has no word for "none"
     keys = {"name", "lr", "momentum", "nesterov", "weight_decay", "clip"}
-    assert table["stages"][0]["optimizer"].keys() - {"scale_lr", "scale_space"} == keys
+    assert all(s["optimizer"].keys() - {"scale_lr", "scale_space", "ess", "beta2"} == keys for s in table["stages"])
     assert all("weight" in options for stage in table["stages"] for options in stage["terms"].values())
     known = {*networks.names(), *(["teachers"] if "teachers" in table else [])}
     assert all(peer["network"].startswith("timm/") or peer["network"] in known for peer in table["peers"])
@@ -107,6 +107,7 @@ CHANGES = {
 @settings(max_examples=4, deadline=None)
 def test_any_change_of_a_packaged_recipe_is_told_in_lines_that_make_it_again(name, changes):
     before = load_recipe(name)
+    assume(before.stages or "stages" in changes or "peers" not in changes)  # whose peers would have learnt nothing
     changed = Recipe.parse(before.model_dump(exclude_none=True) | changes, name)
     lines = changes_of(changed)
     assert load_recipe(name, lines) == changed

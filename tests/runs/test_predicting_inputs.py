@@ -15,6 +15,7 @@ from PIL import Image
 import peerbayes as pb
 from commands import called, process, refused
 from peerbayes.api.fitting import train
+from peerbayes.data.datasets import folders
 from peerbayes.data.splits import FolderSplit
 from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.inference.prediction import Prediction
@@ -293,6 +294,20 @@ def test_pandas_has_the_same_table(monkeypatch):
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_images_are_found_in_the_order_of_their_paths_however_few_names_are_held(tmp_path, monkeypatch):
+    names = ["a/1.png", "a/2.PNG", "a-b/3.png", "a.png", "a/b/4.jpg", "a/.hidden.png", "b.txt", "B/5.png", "a/b.png"]
+    names += [f"many/{number}.png" for number in range(25)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    expected = sorted(str(tmp_path / name) for name in names if not name.endswith((".txt", ".hidden.png")))
+    for held in (1, 2, 7, 100):
+        monkeypatch.setattr(folders, "AT_ONCE", held)
+        assert list(folders.walk_images(tmp_path)) == expected
+    assert folders.count_images(tmp_path) == len(expected)
 
 
 def test_a_process_prints_csv_and_json_lines_of_what_run_predict_says(colours, pictures):

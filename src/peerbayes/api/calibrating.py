@@ -1,4 +1,4 @@
-"""The verb `calibrate`: temperatures of a trained run or posterior, kept with the weights."""
+"""The verb `calibrate`: temperatures and certificates of a trained run or posterior, kept with the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from peerbayes.data.dataset import Dataset, load
 from peerbayes.data.splits import Split
 from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
+from peerbayes.inference.guarantees import Promises
+from peerbayes.math.guarantees import Method
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.calibration import fit_temperatures, keep_temperature
+from peerbayes.posteriors.certificate import Certificate
+from peerbayes.runs.calibration import certify, fit_temperatures, keep_temperature
 from peerbayes.runs.folder import lock
 from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
 
@@ -25,6 +28,11 @@ def calibrate(
     source: Run | str | Path,
     data: str | Path | Dataset | None = None,
     *,
+    coverage: float | None = None,
+    risk: float | None = None,
+    delta: float = 0.1,
+    method: Method = "lac",
+    by_class: bool = False,
     draws: int | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
@@ -37,6 +45,11 @@ def calibrate(
     source: Posterior,
     data: str | Path | Dataset | None = None,
     *,
+    coverage: float | None = None,
+    risk: float | None = None,
+    delta: float = 0.1,
+    method: Method = "lac",
+    by_class: bool = False,
     draws: int | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
@@ -48,6 +61,11 @@ def calibrate(
     source: Run | Posterior | str | Path,
     data: str | Path | Dataset | None = None,
     *,
+    coverage: float | None = None,
+    risk: float | None = None,
+    delta: float = 0.1,
+    method: Method = "lac",
+    by_class: bool = False,
     draws: int | None = None,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
@@ -57,11 +75,21 @@ def calibrate(
 
     Training does this by itself at its end, where its data have a validation split. Evaluation is of temperature 1.
 
+    With ``coverage`` or ``risk`` a quarter of the images fits the temperature, and the others show what is promised:
+    sets of classes that hold the true one, and abstentions. `Run.predict` takes the same options then. The promise is
+    of what ``source`` predicts: of a run with several peers, all of them as one. It holds for images that come from
+    where the validation images come from; nothing may have been learnt of these, or chosen by them.
+
     Args:
         source: a finished run, its folder, or a weights file of a run: its weights files and run.json keep the
             temperatures, each peer's and that of all as one. Or a posterior, in memory alone until it is saved.
         data: a data set with a validation split, or what `peerbayes.data.load` takes; by default what the run has
             learnt.
+        coverage: promise sets that hold the true class with this probability.
+        risk: promise that at most this share of the answers is wrong.
+        delta: chance that the risk is larger all the same.
+        method: of the sets: ``lac`` (the smallest), ``aps`` or ``raps`` (never empty).
+        by_class: promise coverage for every true class, and risk for every class that is answered, all at once.
         draws: draws averaged; by default as many as the run's recipe judges with.
         device: where to predict.
         root: data root.
@@ -71,21 +99,34 @@ def calibrate(
         The run, opened if it was a folder, or the posterior.
     """
     where = pick_device(device)
+    promises = Promises(coverage, risk, delta, method, by_class)
     if isinstance(source, Posterior):
         known = run_of(source)
         count = draws or (known.recipe.evaluation.draws if known is not None else DRAWS)
-        held = _held_out(data, known, root)
+        loaded, held = _held_out(data, known, root, promises)
+        if promises.any:
+            source.certificate = certify({source.name: source}, held, count, source.seed, promises, loaded.name)
+            source.temperature = source.certificate.temperature
+            return source
         each, _ = fit_temperatures({source.name: source}, held, count, source.seed)
-        source.temperature = each[source.name]
+        source.temperature, source.certificate = each[source.name], None
         return source
     if not isinstance(given := cast(Any, source), Run | str | Path):
         kind = type(given).__name__
         raise InputError(f"source is a {kind}, expected a run, its folder, a weights file of a run, or a posterior")
     run, names = (source, list(source)) if isinstance(source, Run) else peers_at(source, trust=trust)
     peers = {name: run[name].to(where) for name in names}
-    held = _held_out(data, run, root)
+    loaded, held = _held_out(data, run, root, promises)
+    count = draws or run.recipe.evaluation.draws
     with lock(run.folder):
-        each, together = fit_temperatures(peers, held, draws or run.recipe.evaluation.draws, run.seed)
+        if promises.any:
+            certificate = certify(peers, held, count, run.seed, promises, loaded.name)
+            if len(names) == 1:
+                keep_temperature(peers[names[0]], certificate.temperature, run.weights_file(names[0]), certificate)
+            if names == list(run):
+                keep_together(run, certificate.temperature, certificate if len(names) > 1 else None)
+            return run
+        each, together = fit_temperatures(peers, held, count, run.seed)
         for name, posterior in peers.items():
             keep_temperature(posterior, each[name], run.weights_file(name))
         if names == list(run):
@@ -93,17 +134,26 @@ def calibrate(
     return run
 
 
-def keep_together(run: Run, temperature: float) -> None:
-    """Write the temperature of all peers as one; posteriors that the run has loaded stay its own."""
+def keep_together(run: Run, temperature: float, certificate: Certificate | None = None) -> None:
+    """Write temperature and certificate of all peers as one; posteriors that the run has loaded stay its own."""
     path = run.folder / "run.json"
-    run.about["temperature"] = temperature
-    write_text(path, json.dumps(read_json(path) | {"temperature": temperature}, indent=1))
+    told: dict[str, Any] = {"temperature": temperature}
+    told |= {} if certificate is None else {"certificate": certificate.model_dump(exclude_none=True)}
+    for about in (run.about, written := read_json(path)):
+        about.pop("certificate", None)
+        about |= told
+    write_text(path, json.dumps(written, indent=1))
     for name in run:
         run[name].provenance = trained_into(run.folder, run.about.get("generation", 0))
 
 
-def _held_out(data: Any, run: Run | None, root: str | Path | None) -> Split:
-    """Return the validation split of the data that were given, or that a run has learnt."""
+def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Promises) -> tuple[Dataset, Split]:
+    """Return the data that were given, or that a run has learnt, and their validation split."""
+    if data is None and run is not None and promises.any and run.recipe.evaluation.keep == "best":
+        raise InputError(
+            f"{run.folder}: its best epoch was chosen on the validation images, so they can promise nothing; give "
+            "others, as data=... in Python or --data, or train with evaluation.keep = 'last'"
+        )
     if data is None:
         if run is None:
             raise InputError(
@@ -124,4 +174,4 @@ def _held_out(data: Any, run: Run | None, root: str | Path | None) -> Split:
             f"{loaded.name}: has no validation split to fit temperatures on; train with data.validation, or give data "
             "with one (peerbayes.data.load(name, validation=0.1)) of which nothing was learnt"
         )
-    return loaded.validation
+    return loaded, loaded.validation

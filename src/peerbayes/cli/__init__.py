@@ -15,7 +15,8 @@ import typer
 
 from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
-from peerbayes.cli.look import calibrate, evaluate, figure, predict, recipes, size
+from peerbayes.cli.look import calibrate, evaluate, figure, judge, predict, recipes, size
+from peerbayes.cli.ship import export
 from peerbayes.cli.showing import say
 from peerbayes.cli.try_out import bench, demo
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
@@ -47,8 +48,8 @@ def _options(
     pass
 
 
-_VERBS = (demo, recipes, train, adopt, distill, compress, evaluate, calibrate, predict, size, sweep, figure, bench)
-for _verb in _VERBS:
+_TRAINING = (demo, recipes, train, adopt, distill, compress)
+for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, size, sweep, figure, bench):
     app.command()(_verb)
 
 

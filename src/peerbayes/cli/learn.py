@@ -27,7 +27,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.showing import judge, reporter, say, show, show_plan
+from peerbayes.cli.showing import judge_run, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -189,7 +189,7 @@ def _train_and_show(
     finished = [run for place, run in enumerate(runs) if place not in failed]
     loaded, records = executor.Loaded(how["root"]), []
     for done in finished:
-        records.append(judge(done, how["device"], loaded, quiet))
+        records.append(judge_run(done, how["device"], loaded, quiet))
         write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])

@@ -1,4 +1,4 @@
-"""Verbs that look at recipes and at trained runs: recipes, evaluate, calibrate, predict, size and figure."""
+"""Verbs that look at recipes, runs and predictions: recipes, evaluate, judge, calibrate, predict, size and figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.showing import judge, say, show, waiting
+from peerbayes.cli.showing import judge_run, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -23,6 +23,14 @@ class Form(enum.Enum):
     table = "table"
     csv = "csv"
     jsonl = "jsonl"
+
+
+class SetMethod(enum.Enum):
+    """How sets are made."""
+
+    lac = "lac"
+    aps = "aps"
+    raps = "raps"
 
 
 def recipes(
@@ -110,7 +118,7 @@ def evaluate(
     if averaged and not any(peer.posterior.kind == "rank_one" for run in opened for peer in run.recipe.peers):
         raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
     for run in opened:
-        records.append(judge(run, device, loaded, averaged=averaged, **how))
+        records.append(judge_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])
@@ -119,8 +127,58 @@ def evaluate(
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
+def judge(
+    predictions: Annotated[
+        list[Path],
+        typer.Argument(help="Files of predictions and labels, .npz or .csv; mine-seed3.npz is seed 3 of 'mine'."),
+    ],
+    logits: Annotated[bool, typer.Option("--logits", help="The numbers of CSV files are logits.")] = False,
+    bins: Annotated[int, typer.Option(min=1, help="Bins of the calibration error.")] = 15,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Also after temperature scaling on the files' validation split.")
+    ] = False,
+    retention: Annotated[
+        bool, typer.Option("--retention", help="Also the accuracy of the inputs of lowest entropy and disagreement.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The page with table and figures.")] = Path("judged.html"),
+    as_json: Json = False,
+) -> None:
+    """Judge predictions of any library as evaluate judges runs: table, paired differences, and a page.
+
+    A .npz file has probabilities, log_probabilities or logits (N, C), or (S, N, C) of S draws, and labels (N,); a .csv
+    file a column 'label' and a column of probabilities for each class. Files of one method are seeds of it.
+    """
+    from peerbayes.reports.judging import judge as judged
+    from peerbayes.reports.page import write_page
+
+    records = judged(*predictions, logits=logits, bins=bins)
+    for record in records if calibrated else ():
+        if "cnll" not in record["peers"][0]:
+            raise InputError(f"{record['folder']}: has no validation_labels, on which a temperature could be chosen")
+    write_page(out, records, "Predictions judged")
+    show(records, as_json, len(records) > 1, calibrated=calibrated, retention=retention)
+
+
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or weights files of runs.")],
+    coverage: Annotated[
+        float | None, typer.Option(help="Promise sets of classes that hold the true one with this probability.")
+    ] = None,
+    risk: Annotated[
+        float | None,
+        typer.Option(help="Promise that at most this share of the answers is wrong; others are abstained from."),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Chance that the risk is larger all the same.")] = 0.1,
+    method: Annotated[
+        SetMethod, typer.Option(help="Sets: lac has the smallest, aps and raps leave none empty.")
+    ] = SetMethod.lac,
+    by_class: Annotated[
+        bool, typer.Option("--by-class", help="Promise both for every class, which takes more images.")
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A data set with a validation split that nothing was learnt of.", show_default="the run's"),
+    ] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
@@ -129,7 +187,8 @@ def calibrate(
 ) -> None:
     """Fit temperatures on the validation split, and keep them with the weights; training does so at its end.
 
-    Predictions are calibrated by them from then on; evaluation is not.
+    Predictions are calibrated by them from then on; evaluation is not. With --coverage or --risk a quarter of the split
+    fits the temperature, and the rest shows the promise, whose certificate is kept, too: predict with the same options.
     """
     from peerbayes.api.calibrating import calibrate as fitted
     from peerbayes.runs.run import peers_at
@@ -137,13 +196,20 @@ def calibrate(
 
     trust_runs(trust)
     records: list[dict[str, Any]] = []
+    told: list[str] = []
+    promises: dict[str, Any] = {"coverage": coverage, "risk": risk, "delta": delta}
+    promises |= {"method": method.value, "by_class": by_class}
     for path in runs:
         with waiting():
-            run = fitted(path, draws=draws, device=device, root=data_root)
+            run = fitted(path, data, **promises, draws=draws, device=device, root=data_root)
         _, names = peers_at(path)
         records.append({"run": str(path), "peers": {name: run[name].temperature for name in names}})
         if len(names) > 1:
             records[-1]["ensemble"] = run.temperature
+        certificate = run[names[0]].certificate if names != list(run) else run.certificate
+        if certificate is not None:
+            records[-1]["certificate"] = certificate.model_dump(exclude_none=True)
+            told += [f"{path}: {line}" for line in certificate.describe(run.about.get("class_names"))]
     if as_json:
         typer.echo(json.dumps(records, indent=1))
         return
@@ -151,7 +217,7 @@ def calibrate(
     for record in records:
         temperatures = record["peers"] | ({"ensemble": record["ensemble"]} if "ensemble" in record else {})
         lines += [[record["run"], name, f"{value:.3f}"] for name, value in temperatures.items()]
-    typer.echo("\n".join(aligned(lines, 2)))
+    say("\n".join([*aligned(lines, 2), *told]))
 
 
 def predict(
@@ -163,6 +229,13 @@ def predict(
             "CSV files, or texts."
         ),
     ],
+    coverage: Annotated[
+        float | None, typer.Option(help="Also sets of classes that hold the true one with this probability.")
+    ] = None,
+    risk: Annotated[
+        float | None,
+        typer.Option(help="Also what to abstain from, so that at most this share of the answers is wrong."),
+    ] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     form: Annotated[
         Form, typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes.")
@@ -175,13 +248,15 @@ def predict(
     """Predict new images or texts: their classes, and how unsure the network is of them.
 
     Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ. CSV
-    and JSON lines are written as predictions are made, of any number of inputs.
+    and JSON lines are written as predictions are made, of any number of inputs. --coverage and --risk are promises that
+    `peerbayes calibrate` has made.
     """
     from peerbayes.reports.predicting import predictions_at
     from peerbayes.showing import aligned
 
     trust_runs(trust)
-    batches = predictions_at(run, inputs, draws=draws, calibrated=not raw, device=device)
+    how: dict[str, Any] = {"coverage": coverage, "risk": risk, "draws": draws, "calibrated": not raw}
+    batches = predictions_at(run, inputs, **how, device=device)
     with waiting():
         if as_json:
             say(json.dumps([record for batch in batches for record in batch.records()], indent=1))

@@ -38,7 +38,7 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManage
     return shown(quiet, patience)
 
 
-def judge(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
+def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
     """Judge a run on its test split, with data that other runs may share."""
     from peerbayes.reports.records import evaluate
 

@@ -320,17 +320,24 @@ class Shared(Posterior):
             return self.weights(*self.place(normal(address, self.noise_size, self.device)))
         return self.weights(drawn_at(start(address, self.device), drawn_from(self, self.sampling), self._rows))
 
-    def place(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations."""
+    def place(self, noise: Tensor | None, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations.
+
+        Args:
+            noise: standard normal numbers; None gives the centre.
+            rows: of every weight, where they do not come from the posterior itself.
+        """
+        rows = self._rows if rows is None else rows
         if noise is None:
-            return self.mean, self.std
+            mean, std = of_rows(moments(self, self.sampling, self.mixture), rows)
+            return mean, std
         share = None
         if self.mixture:
             noise, choice = noise.split([len(noise) - len(self.blended), len(self.blended)])
             share = (choice < self._bound).to(noise.dtype)
         if self.sampling.startswith("cluster"):
-            return of_rows([drawn_whole(self, self.sampling, noise, share)], self._rows)[0], None
-        return drawn_with(noise.split(self.layout.size), drawn_from(self, self.sampling, share), self._rows), None
+            return of_rows([drawn_whole(self, self.sampling, noise, share)], rows)[0], None
+        return drawn_with(noise.split(self.layout.size), drawn_from(self, self.sampling, share), rows), None
 
     # ---- KL -------------------------------------------------------------------------------------------------------
 

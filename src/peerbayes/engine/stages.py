@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerbayes.engine.ivon import BETA2, Ivon
 from peerbayes.errors import InputError, within
 from peerbayes.math.noise import Address
 from peerbayes.math.scales import moved, sigma_gradient
@@ -56,9 +57,31 @@ def rates_on_device(device: torch.device) -> bool:
 
 
 def make_optimizer(
-    options: settings.Optimizer, groups: list[dict[str, Any]], lr: float | Tensor
+    options: settings.Optimizer,
+    groups: list[dict[str, Any]],
+    lr: float | Tensor,
+    rhos: Mapping[nn.Parameter, nn.Parameter],
+    train_size: int,
 ) -> torch.optim.Optimizer:
-    """Build an optimiser of torch.optim; on a GPU rates are tensors there, so that a captured step sees them change."""
+    """Build an optimiser; on a GPU rates are tensors there, so that a captured step sees them change.
+
+    Args:
+        options: which one.
+        groups: parameters with their rates.
+        lr: rate of the first group.
+        rhos: ρ of the parameters that are means of Gaussians, for ``ivon``.
+        train_size: images in the training split, for ``ivon``.
+    """
+    if options.name == "ivon":
+        return Ivon(
+            groups,
+            rhos,
+            lr=lr,
+            ess=options.ess or train_size,
+            weight_decay=options.weight_decay,
+            momentum=options.momentum,
+            beta2=options.beta2 or BETA2,
+        )
     on_gpu = isinstance(lr, Tensor)
     if options.name == "sgd":
         return torch.optim.SGD(
@@ -82,6 +105,7 @@ class StageState:
         shapes: shapes of the captured features and number of classes, by peer.
         address: where the helpers' initial values live.
         place: the stage's key in its recipe, for messages.
+        train_size: images in the training split.
     """
 
     def __init__(
@@ -91,8 +115,9 @@ class StageState:
         shapes: Mapping[str, Shapes],
         address: Address,
         place: str = "stages.0",
+        train_size: int = 1,
     ) -> None:
-        self.settings, self.place = stage, place
+        self.settings, self.place, self.train_size = stage, place, train_size
         self.terms = [(find_term(name), options) for name, options in stage.terms.items()]
         self.modules: dict[tuple[str, str], nn.Module] = {}
         self.parameters: dict[str, dict[str, nn.Parameter]] = {
@@ -114,6 +139,7 @@ class StageState:
         # All optimisers hold these: of everything, and of scales.
         self._rates = [torch.tensor(self.lr * factor, device=device) for factor in (1.0, self._ratio)]
         self._on_gpu = rates_on_device(device)
+        self._gaussians = {name: self._known_gaussians(name, posterior) for name, posterior in peers.items()}
         in_sigma = stage.optimizer.scale_space == "sigma"
         self._in_sigma = {name: posterior.rhos if in_sigma else set() for name, posterior in peers.items()}
         self.optimizers = {
@@ -130,7 +156,17 @@ class StageState:
         for (alone, scale), members in groups.items():
             rate = self._rates[scale] if self._on_gpu else self.lr * (self._ratio if scale else 1.0)
             found.append({"params": members, "lr": rate, "scale": scale} | ({"weight_decay": 0.0} if alone else {}))
-        return make_optimizer(self.settings.optimizer, found, found[0]["lr"])
+        rhos = {parameters[mean]: parameters[rho] for mean, rho in self._gaussians.get(owner, {}).items()}
+        return make_optimizer(self.settings.optimizer, found, found[0]["lr"], rhos, self.train_size)
+
+    def _known_gaussians(self, peer: str, posterior: Posterior) -> Mapping[str, str]:
+        """Return what `ivon` moves of a peer; refuse peers of which it would move nothing, or wrongly."""
+        if self.settings.optimizer.name == "ivon" and not posterior.gaussians:
+            raise InputError(
+                f"{self.place}.optimizer: ivon learns Gaussians of a mean_field posterior with noise = 'gaussian' and "
+                f"prior = 'normal', and peer '{peer}' is none ({posterior.kind}); take sgd or adam"
+            )
+        return posterior.gaussians
 
     def _build(
         self,

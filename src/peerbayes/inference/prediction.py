@@ -26,6 +26,7 @@ from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import storage
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.network_state import evaluating
 from peerbayes.posteriors.prepare import prepared
 from peerbayes.showing import aligned, html_table
@@ -55,6 +56,7 @@ class Prediction:
         inputs: names of what was predicted, files or texts, say; by default their numbers.
         kind: what each of them is, the heading of their column.
         class_names: where they are known; by default classes are numbered.
+        certificate: the promises that are kept, if any: of ``sets``, of ``abstain``, or of both.
     """
 
     log_probabilities: Tensor
@@ -67,6 +69,7 @@ class Prediction:
     inputs: Sequence[str] | None = None
     kind: str = "input"
     class_names: Sequence[str] | None = None
+    certificate: Certificate | None = None
 
     @property
     def probabilities(self) -> Tensor:
@@ -86,7 +89,9 @@ class Prediction:
     @property
     def raw(self) -> Prediction:
         """The same prediction at temperature 1: the plain average of the draws."""
-        return self if self._raw is None else replace(self, log_probabilities=self._raw, temperature=1.0, _raw=None)
+        if self._raw is None:
+            return self if self.certificate is None else replace(self, certificate=None)
+        return replace(self, log_probabilities=self._raw, temperature=1.0, _raw=None, certificate=None)
 
     def tempered(self, temperature: float) -> Prediction:
         """Return the prediction softmax(log p̄ / T) of the plain average p̄, whatever it is tempered by now."""
@@ -97,6 +102,46 @@ class Prediction:
             raise InputError(f"temperature is {temperature}, expected a positive number")
         log_p = (raw.log_probabilities / temperature).log_softmax(-1)
         return replace(raw, log_probabilities=log_p, temperature=temperature, _raw=raw.log_probabilities)
+
+    def promising(self, certificate: Certificate) -> Prediction:
+        """Return the prediction with `sets` and `abstain`, as far as a certificate promises them.
+
+        Args:
+            certificate: of predictions like this one: of its temperature, classes and, of one posterior, draws.
+        """
+        mine = {"temperature": self.temperature, "classes": self.log_probabilities.shape[-1]}
+        if self._posterior is not None and self._posterior.stochastic and len(self):
+            mine["draws"] = int(self.draws.min())
+        for name, value in mine.items():
+            if value != (promised := getattr(certificate, name)):
+                raise InputError(f"the certificate is of predictions of {name} {promised}, but this one has {value}")
+        return replace(self, certificate=certificate)
+
+    @property
+    def sets(self) -> Tensor:
+        """Which classes each input may have: they hold the true one as often as is promised. Bool (N, C)."""
+        if self.certificate is None or self.certificate.coverage is None:
+            raise InputError(
+                "this prediction has no sets; predict with coverage=..., which `peerbayes.calibrate` promises"
+            )
+        return self.certificate.sets(self.log_probabilities)
+
+    @property
+    def abstain(self) -> Tensor:
+        """Which inputs are not to be answered, so that few of the answers are wrong, as is promised. Bool (N,)."""
+        if self.certificate is None or self.certificate.risk is None:
+            raise InputError(
+                "this prediction abstains from nothing; predict with risk=..., which `peerbayes.calibrate` promises"
+            )
+        return self.certificate.abstain(self.log_probabilities)
+
+    @property
+    def _set_names(self) -> list[list[str]]:
+        """The names of the classes in each set, the most probable one first."""
+        names, ordered = self._names, self.log_probabilities.sort(dim=-1, descending=True, stable=True).indices
+        inside = self.sets.gather(-1, ordered)
+        rows = zip(ordered.tolist(), inside.tolist(), strict=True)
+        return [[names[number] for number, has in zip(*row, strict=True) if has] for row in rows]
 
     @property
     def disagreement(self) -> Tensor:
@@ -114,19 +159,27 @@ class Prediction:
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """What tables show, by heading: input, class, its probability, entropy and disagreement."""
+        """What tables show, by heading: input, class, its probability, entropy, disagreement, set and abstention."""
         inputs = map(str, range(len(self))) if self.inputs is None else self.inputs
+        promised: dict[str, list[Any]] = {}
+        if self.certificate is not None and self.certificate.coverage is not None:
+            promised["set"] = [" | ".join(names) for names in self._set_names]
+        if self.certificate is not None and self.certificate.risk is not None:
+            promised["abstain"] = self.abstain.tolist()
         return {
             self.kind: list(inputs),
             "class": self.labels,
             "probability": self.probabilities.amax(-1).tolist(),
             "entropy": self.entropy.tolist(),
             "disagreement": self.disagreement.tolist(),
+            **promised,
         }
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield what `columns` holds input by input, with the probabilities of all classes by name."""
         columns, names = self.columns, self._names
+        if "set" in columns:
+            columns["set"] = self._set_names
         for cells, probabilities in zip(zip(*columns.values(), strict=True), self.probabilities.tolist(), strict=True):
             row = dict(zip(columns, cells, strict=True))
             yield row | {"probabilities": dict(zip(names, probabilities, strict=True))}
@@ -191,7 +244,10 @@ class Prediction:
 
     def rows(self, most: int | None = None) -> list[list[str]]:
         """Return `columns` as cells of text, headings first; with ``most``, of so many inputs, and cut texts."""
-        columns = (self if most is None else self[:most]).columns
+        shown = self if most is None else self[:most]
+        columns = shown.columns
+        if "set" in columns:
+            columns["set"] = [_in_short(names) for names in shown._set_names]
         rows = [[_cell(value) for value in row] for row in zip(*columns.values(), strict=True)]
         if most is not None and self.kind == "text":
             rows = [[text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…", *others] for text, *others in rows]
@@ -238,6 +294,7 @@ MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, rou
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
 SHOWN = 10  # inputs of a prediction that are shown
+NAMED = 4  # classes of a set that are
 WIDTH = 60  # characters of a text that are
 
 
@@ -492,7 +549,14 @@ def _settle(
     )
 
 
+def _in_short(names: Sequence[str]) -> str:
+    more = f" … {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return " | ".join(names[:NAMED]) + more or "-"
+
+
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
     return f"{value:.3f}" if isinstance(value, float) else " ".join(str(value).split())
 
 

@@ -128,12 +128,32 @@ def start(address: Address, device: torch.device | str | None = None) -> Tensor:
         number = number.to(device=device, dtype=torch.int64).reshape(1)
     else:
         number = torch.full((1,), number, dtype=torch.int64, device=device)
-    begin = number * GAMMA + address.key
+    return start_at(keys_of(address), number)
+
+
+def keys_of(address: Address) -> tuple[int, int | None]:
+    """Return the keys that an address's start and stride are made of; no second one in format 1."""
     if format_of(address.seed) == 1:
+        return address.key, None
+    return address.key, stream_key(address.seed, address.owner, f"{address.stream}\0stride")
+
+
+def start_at(keys: tuple[int, int | None], number: Tensor, fork: Tensor | None = None) -> Tensor:
+    """Return what `start` does, of the keys of an address and its number: for programs, which have no addresses.
+
+    Args:
+        keys: from `keys_of`.
+        number: int64 (1,).
+        fork: int64, one number: noise of its own for each but 0, which is the noise of the address.
+    """
+    key, other = keys
+    begin = number * GAMMA + key
+    if fork is not None:
+        begin = begin + _mix(fork.reshape(1) * GAMMA)
+    if other is None:
         return torch.cat([_mix(begin), torch.full_like(begin, GAMMA)])
     second = torch.arange(2, device=begin.device)
-    apart = stream_key(address.seed, address.owner, f"{address.stream}\0stride") - address.key
-    return _mix(second * _signed(apart) + begin).bitwise_or_(second)
+    return _mix(second * _signed(other - key) + begin).bitwise_or_(second)
 
 
 def _signed(number: int) -> int:
@@ -160,6 +180,13 @@ def uniform(address: Address, count: int, device: torch.device | str | None = No
     return ((bits(address, count, device, first) >> 41) & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
+def uniform_from(number: Tensor, count: int) -> Tensor:
+    """Return ``count`` float32 numbers, uniform on (0, 1), made of int64 ``number`` (1,), also within `torch.vmap`."""
+    index = torch.arange(count, dtype=torch.int64, device=number.device)
+    stride = _mix(number * GAMMA + MULTIPLY_1) | 1
+    return (((_mix(index * stride + number) >> 41) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
+
+
 def normal(address: Address, count: int, device: torch.device | str | None = None) -> Tensor:
     """Return ``count`` float32 standard normal numbers by Box-Muller, shape ``(count,)``.
 
@@ -175,6 +202,14 @@ def normal_from(begin: Tensor, count: int) -> Tensor:
     for first, last in pieces(half, begin.device):
         _box_muller(_bits_from(begin, last - first, first), result[first:last], result[half + first : half + last])
     return result[:count]
+
+
+def normal_whole(begin: Tensor, count: int) -> Tensor:
+    """Return what `normal_from` does, without writing into parts of tensors: for exported programs, which copy then."""
+    z = _bits_from(begin, (count + 1) // 2)
+    radius = ((z >> 32) & 0xFFFFFFFF).float().add(0.5).mul(2.0**-32).log().mul(-2).sqrt()
+    angle = (z & 0xFFFFFFFF).float() * TURN
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
 
 
 def normal_pieces(begin: Tensor, count: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:

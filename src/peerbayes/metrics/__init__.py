@@ -1,6 +1,7 @@
 """Pure functions of predictions and labels, of the loss around trained weights, and of results over seeds."""
 
 from peerbayes.metrics.calibration import (
+    TEMPERATURE_WIDTH,
     ClassConfidence,
     Reliability,
     adaptive_ece,
@@ -9,7 +10,6 @@ from peerbayes.metrics.calibration import (
     ece,
     fit_temperature,
     reliability,
-    safe_temperature,
     temper,
 )
 from peerbayes.metrics.disagreement import disagreement_rate, pairwise_diversity, probability_variance
@@ -20,6 +20,7 @@ from peerbayes.metrics.selective import aurc, retention_curve
 from peerbayes.metrics.spread import PairedDifference, Summary, paired_difference, summarise
 
 __all__ = [
+    "TEMPERATURE_WIDTH",
     "ClassConfidence",
     "PairedDifference",
     "Reliability",
@@ -47,7 +48,6 @@ __all__ = [
     "probability_variance",
     "reliability",
     "retention_curve",
-    "safe_temperature",
     "sharpness",
     "soft_cross_entropy",
     "soft_cross_entropy_from_log",

@@ -19,7 +19,7 @@ from peerbayes.metrics._checks import (
     sorted_with_shared_ties,
 )
 
-FEWEST = 20  # wrong predictions, below which a temperature makes none surer
+TEMPERATURE_WIDTH = 0.5  # of the prior on log τ by which runs fit their temperatures; gone in a thousand rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,13 @@ def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
     return torch.quantile(values, torch.tensor(levels, dtype=values.dtype))
 
 
-def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[float, float] = (0.01, 100.0)) -> float:
+def fit_temperature(
+    log_probabilities: Tensor,
+    labels: Tensor,
+    *,
+    bounds: tuple[float, float] = (0.01, 100.0),
+    width: float = math.inf,
+) -> float:
     """Return the temperature τ that minimises the mean NLL of ``softmax(log p / τ)``.
 
     The NLL is convex in ``1 / τ``, so a bracketed search on ``log τ`` for the root of its slope is safe.
@@ -204,6 +210,8 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
             draws, or the logits of a single network.
         labels: ``(N,)``, integers.
         bounds: the lowest and highest τ.
+        width: of a normal prior on log τ around 0. Of a few hundred rows that are nearly all right the lowest τ has the
+            least NLL, and the next wrong one costs more than all of them have gained.
 
     Example:
         >>> import torch
@@ -225,7 +233,8 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
     def slope(log_temperature: float) -> float:
         # d NLL / d(1/τ) = mean_n E_τ[log p_c − log p_y], which falls as τ rises.
         weight = (lead * math.exp(-log_temperature)).softmax(-1)
-        return float((weight * finite_lead).sum(-1).mean())
+        pull = log_temperature * math.exp(log_temperature) / (len(labels) * width**2)
+        return float((weight * finite_lead).sum(-1).mean()) - pull
 
     cold, hot = slope(math.log(lowest)), slope(math.log(highest))
     if cold == hot == 0:
@@ -235,28 +244,6 @@ def fit_temperature(log_probabilities: Tensor, labels: Tensor, *, bounds: tuple[
     if hot >= 0:
         return highest
     return math.exp(scipy.optimize.brentq(slope, math.log(lowest), math.log(highest), xtol=1e-10))
-
-
-def safe_temperature(log_probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature of `fit_temperature`, or 1 where that is less and hardly any prediction is wrong.
-
-    A temperature below 1 makes predictions surer. Where all are right no end is sure enough, and a few mistakes
-    say little about how many there will be elsewhere: below `FEWEST` of them nothing is made surer.
-
-    Args:
-        log_probabilities: as in `fit_temperature`.
-        labels: ``(N,)``, integers.
-
-    Example:
-        >>> import torch
-        >>> from peerbayes.metrics import fit_temperature, safe_temperature
-        >>> log_p, labels = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(), torch.tensor([0, 1])
-        >>> fit_temperature(log_p, labels), safe_temperature(log_p, labels)
-        (0.01, 1.0)
-    """
-    wrong = int((log_probabilities.argmax(-1).cpu() != labels.cpu()).sum())
-    found = fit_temperature(log_probabilities, labels)
-    return found if wrong >= FEWEST else max(found, 1.0)
 
 
 def temper(log_probabilities: Tensor, temperature: float) -> Tensor:

@@ -16,13 +16,16 @@ class MLP(nn.Module):
     Args:
         inputs: classes, shape and channel statistics of the data.
         hidden: units of each hidden layer.
+        dropout: rate of dropout after each hidden layer; 0 for none.
     """
 
-    def __init__(self, inputs: Inputs, hidden: tuple[int, ...] = (256, 256)) -> None:
+    def __init__(self, inputs: Inputs, hidden: tuple[int, ...] = (256, 256), dropout: float = 0.0) -> None:
         super().__init__()
         self.normalize = Normalize(inputs)
         sizes = [math.prod(inputs.shape), *hidden]
-        self.hidden = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(sizes)))
+        after = [nn.Dropout(dropout)] if dropout else []
+        pairs = itertools.pairwise(sizes)
+        self.hidden = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU(), *after) for a, b in pairs))
         self.linear = nn.Linear(sizes[-1], inputs.classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -38,3 +41,9 @@ class MLP(nn.Module):
 def mlp(inputs: Inputs) -> nn.Module:
     """Return a perceptron with two hidden layers of 256 units."""
     return MLP(inputs)
+
+
+@network
+def mlp_dropout(inputs: Inputs) -> nn.Module:
+    """Return a perceptron with two hidden layers of 256 units, each with dropout of a fifth."""
+    return MLP(inputs, dropout=0.2)

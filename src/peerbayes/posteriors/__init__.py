@@ -4,19 +4,29 @@ from typing import Any
 
 from peerbayes.lazy import lazy
 from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
+from peerbayes.posteriors.laplace import Laplace
+from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
+from peerbayes.posteriors.swag import Swag
 
 __all__ = [
+    "Certificate",
+    "CoveragePromise",
+    "Laplace",
+    "MCDropout",
     "MeanField",
     "Point",
     "Posterior",
     "Predicate",
     "Provenance",
     "RankOne",
+    "RiskPromise",
+    "Swag",
     "Weights",
     "conv_and_linear",
 ]

@@ -18,6 +18,7 @@ from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
 from peerbayes.networks.registry import Inputs
 from peerbayes.posteriors import storage
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
     Predicate,
@@ -33,14 +34,14 @@ from peerbayes.posteriors.prepare import prepared
 from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
+    from peerbayes.data.splits import Split
     from peerbayes.inference.prediction import Prediction
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 Reduction = Literal["sum", "layer_mean"]
+KINDS = ("point", "mean_field", "rank_one", "swag", "laplace", "mc_dropout")
 # where the kinds of posteriors are that are imported when they are first asked for
-_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in ("point", "mean_field", "rank_one")} | {
-    "shared": "peerbayes.codebook.shared"
-}
+_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS} | {"shared": "peerbayes.codebook.shared"}
 
 
 class Weights(dict[str, Tensor]):
@@ -99,6 +100,7 @@ class Posterior(nn.Module):
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
         self.class_names: tuple[str, ...] | None = None
         self.temperature = 1.0  # that predictions are divided by, in logarithms; see `peerbayes.calibrate`
+        self.certificate: Certificate | None = None  # what is promised of predictions at that temperature
         if isinstance(network, Posterior):
             raise InputError("expected a network, got a posterior; pass it as start_from instead")
         if not isinstance(network, nn.Module):
@@ -190,6 +192,11 @@ class Posterior(nn.Module):
         return self.rhos
 
     @property
+    def gaussians(self) -> dict[str, str]:
+        """Names of independent Gaussian means, and of the ρ of each: those that natural gradients move together."""
+        return {}
+
+    @property
     def decayed(self) -> set[str]:
         """Names of the parameters that weight decay pulls to 0; it leaves alone what is not named, and all `scales`.
 
@@ -245,6 +252,14 @@ class Posterior(nn.Module):
             gradient: a running mean of a parameter's gradient by its name, None where there is none.
         """
         return {}
+
+    def conclude(self, split: Split, augment: Sequence[str]) -> None:
+        """Do what is due when training has ended, in place: what has to see the training inputs once more.
+
+        Args:
+            split: the training inputs.
+            augment: names of the augmentations that it has learnt with.
+        """
 
     def counts(self) -> dict[str, int]:
         """Return how many weights are stored in which way, for records; nothing where each has its own numbers."""
@@ -363,10 +378,11 @@ class Posterior(nn.Module):
         carry_over(network, self.network)
 
     def description(self) -> dict[str, Any]:
-        """Return what a file says beside the tensors, as JSON-ready values; a temperature of 1 is left out."""
+        """Return what a file says beside the tensors, as JSON-ready values, without a temperature of 1."""
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
         about["noise"] = format_of(self.seed)
         about |= {} if self.temperature == 1 else {"temperature": float(self.temperature)}
+        about |= {} if self.certificate is None else {"certificate": self.certificate.model_dump(exclude_none=True)}
         return about | describe(self.network)
 
     def state(self) -> dict[str, Tensor]:
@@ -436,6 +452,8 @@ class Posterior(nn.Module):
         temperature = about.get("temperature", 1.0)
         if not isinstance(temperature, float) or not 0 < temperature < math.inf:
             raise InputError(f"{path}: its temperature is {temperature!r}, expected a positive number")
+        certificate = about.get("certificate")
+        promised = None if certificate is None else Certificate.parse(certificate, f"{path}: certificate")
         try:
             posterior = found(network, **found._chosen_in(tensors), **options)
         except InputError as error:
@@ -445,7 +463,7 @@ class Posterior(nn.Module):
         restore(posterior.network, about)
         posterior.load_state(posterior.unpacked(tensors, about, str(path), **how), str(path))
         posterior.seed, posterior.name, posterior.provenance = seed, name, Provenance(depth=0, state="trained")
-        posterior.temperature = temperature
+        posterior.temperature, posterior.certificate = temperature, promised
         return posterior.eval()  # see `materialise`
 
     @classmethod

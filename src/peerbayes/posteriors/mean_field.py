@@ -107,6 +107,11 @@ class MeanField(Posterior):
         return {"rho"}
 
     @property
+    def gaussians(self) -> dict[str, str]:
+        """Means and ρ; nothing with radial noise or an anchored prior."""
+        return {"mean": "rho"} if self.noise == "gaussian" and self.prior == "normal" else {}
+
+    @property
     def decayed(self) -> set[str]:
         """What is not Bayesian, and the means unless their prior is anchored."""
         return {"rest"} if self.prior == "anchored" else super().decayed

@@ -167,6 +167,22 @@ def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
     yield f"{key.getvalue()}={bare if bare and _value(bare) == bare else _toml(after)}"
 
 
+def without_folders(recipe: Recipe) -> Recipe:
+    """Return a recipe that names files and folders, but not where they lie on this machine."""
+    table = recipe.model_dump(exclude_none=True)
+    data, evaluation = table["data"], table["evaluation"]
+    table["name"], data["name"] = _told(table["name"]), _told(data["name"])
+    for key in ("vectors", "tokenizer") if "text" in data else ():
+        data["text"][key] = _told(data["text"][key])
+    for peer in table["peers"]:
+        if "start_from" in peer:
+            peer["start_from"] = _told(peer["start_from"])
+    if "teachers" in table:
+        table["teachers"]["runs"] = [_told(run) for run in table["teachers"]["runs"]]
+    evaluation["out_of_distribution"] = [_told(name) for name in evaluation["out_of_distribution"]]
+    return Recipe.parse(table, f"recipe {recipe.name}")
+
+
 def _toml(value: Any) -> str:
     """Return a value as TOML in one line; ``none`` for what is not given, which TOML has no word for."""
     if isinstance(value, dict):

@@ -197,6 +197,32 @@ class SharedOptions(PosteriorOptions):
         return self
 
 
+class SwagOptions(PosteriorOptions):
+    """A Gaussian through the weights at the ends of the last ``rank`` epochs; see `peerbayes.Swag`."""
+
+    kind: Literal["swag"]
+    rank: Annotated[int, Field(ge=2)] = 20
+
+
+class LaplaceOptions(PosteriorOptions):
+    """A Gaussian around the last layer; see `peerbayes.Laplace`."""
+
+    kind: Literal["laplace"]
+    prior_precision: PositiveFloat | None = None
+    layer: str | None = None
+
+
+class MCDropoutOptions(PosteriorOptions):
+    """The network's own dropout, left on while it predicts; see `peerbayes.MCDropout`."""
+
+    kind: Literal["mc_dropout"]
+
+
+AnyPosterior = (
+    PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions | SwagOptions | LaplaceOptions | MCDropoutOptions
+)
+
+
 class Peer(Strict):
     """A posterior over a network.
 
@@ -211,7 +237,7 @@ class Peer(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     network: str
-    posterior: Annotated[PointOptions | MeanFieldOptions | RankOneOptions | SharedOptions, Field(discriminator="kind")]
+    posterior: Annotated[AnyPosterior, Field(discriminator="kind")]
     start_from: str | None = None
     new_head: bool | None = None
 
@@ -274,21 +300,25 @@ class Perturb(Strict):
 
 
 class Optimizer(Strict):
-    """An optimiser of torch.optim.
+    """An optimiser of torch.optim, or ``ivon``; see `peerbayes.engine.ivon.Ivon`.
 
     Attributes:
-        name: which optimiser; AdamW decays weights apart from the gradient.
+        name: which optimiser; AdamW decays weights apart from the gradient, IVON learns the Gaussians of ``mean_field``
+            posteriors by natural gradients, without a `kl` term: its decay is the prior.
         lr: learning rate.
-        momentum: of SGD.
+        momentum: of SGD, and of IVON (its β₁).
         nesterov: Nesterov's momentum.
-        weight_decay: of means and of what is not Bayesian; scales do not decay.
+        weight_decay: of means and of what is not Bayesian; scales do not decay. Of IVON it is the precision of the
+            prior, divided by ``ess``.
         clip: largest norm of a peer's gradient; longer ones are shortened to it. 0 for no limit.
         scale_lr: learning rate of scales (ρ, and Cholesky factors), where it is another one.
         scale_space: ``sigma`` takes steps of σ itself, not of ρ, by gradients of σ, and at most halves or doubles σ in
             one. σ = softplus(ρ) is flat where σ is small: SGD on ρ moves a σ of 1e-3 by a millionth of a step of σ.
+        ess: of IVON: how many images the posterior has seen; by default those of the training split.
+        beta2: of IVON: how slowly scales follow; by default 0.99999.
     """
 
-    name: Literal["adam", "adamw", "sgd"] = "adam"
+    name: Literal["adam", "adamw", "sgd", "ivon"] = "adam"
     lr: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     nesterov: bool = False
@@ -296,6 +326,22 @@ class Optimizer(Strict):
     clip: Annotated[float, Field(ge=0)] = 0.0
     scale_lr: PositiveFloat | None = None
     scale_space: Literal["sigma"] | None = None
+    ess: PositiveFloat | None = None
+    beta2: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _ivon_by_itself(self) -> Optimizer:
+        if self.name != "ivon":
+            for key in ("ess", "beta2"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is of ivon, but the optimiser is {self.name}; leave out one of them")
+            return self
+        if not self.weight_decay:
+            raise ValueError("ivon needs a weight_decay above 0: it is the precision of its prior")
+        for key in ("clip", "scale_lr", "scale_space"):
+            if getattr(self, key):
+                raise ValueError(f"{key} is not for ivon, which makes scales of its Hessian; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Optimizer:
@@ -333,6 +379,13 @@ class Stage(Strict):
     def layers(self) -> list[str]:
         """Layers whose features the terms look at, each once."""
         return list(dict.fromkeys(layer for options in self.terms.values() for layer in options.get("layers", [])))
+
+    @model_validator(mode="after")
+    def _ivon_has_its_prior(self) -> Stage:
+        for name in ("kl", "weight_diversity") if self.optimizer.name == "ivon" else ():
+            if name in self.terms:
+                raise ValueError(f"ivon learns scales from draws alone, and {name} pulls at them; leave it out")
+        return self
 
     @field_validator("perturb")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -55,7 +56,7 @@ def report_page(
         heading=heading,
         summaries=[html_table(lines, 1) for lines in summaries],
         findings=findings,
-        subheading=", ".join(dict.fromkeys(f"{r['dataset']} · {r['network']}" for r in records)),
+        subheading=", ".join(dict.fromkeys(" · ".join(filter(None, (r["dataset"], r["network"]))) for r in records)),
         main=_table(records, tables.FIGURES),
         last={heading: _table(found, tables.LAST) for heading, found in tables.last_headings(records).items()},
         kept={heading: _table(*found) for heading, found in tables.retention_headings(records).items()},
@@ -93,6 +94,11 @@ def write_report(run: Run, record: Record) -> None:
     storage.write_bytes(run.folder / "report.html", page.encode())
 
 
+def write_page(path: Path, records: Sequence[Record], heading: str) -> None:
+    """Write the page of some records to a file, atomically."""
+    storage.write_bytes(path, report_page(records, heading, {}).encode())
+
+
 def _picture(caption: str, figure: Figure, words: str = "") -> dict[str, str]:
     return {"caption": caption, "words": words or caption, "data": base64.b64encode(figures.png(figure)).decode()}
 
@@ -116,13 +122,18 @@ def _provenance(records: Sequence[Record]) -> list[str]:
     lines = []
     for group in tables.grouped(records).values():
         first = group[0]
-        seconds = sum(r["seconds"] for r in group) / len(group)
         seeds = ", ".join(str(r["seed"]) for r in group)
+        bins = f"ECE with {first['ece_bins']} bins"
+        if "inputs" in first:  # judged, wherever it came from
+            files = ", ".join(dict.fromkeys(r["folder"] for r in group))
+            lines.append(f"{tables.title(first['method'])}: {files}, seeds {seeds}, {first['inputs']:,} inputs, {bins}")
+            continue
+        seconds = sum(r["seconds"] for r in group) / len(group)
         draws = "1 draw" if first["draws"] == 1 else f"{first['draws']} draws"
         lines.append(
             f"{tables.title(first['method'])}: recipe {first['recipe']}, seeds {seeds}, {first['epochs']} epochs, "
-            f"{seconds:.1f} s a seed, {draws} at test, ECE with {first['ece_bins']} bins"
+            f"{seconds:.1f} s a seed, {draws} at test, {bins}"
         )
-    versions = records[0]["versions"]
-    lines.append(f"{records[0]['hardware']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    versions = ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items())
+    lines.append("; ".join(filter(None, (records[0].get("hardware"), versions))))
     return lines

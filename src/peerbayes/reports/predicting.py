@@ -18,6 +18,8 @@ def predict_inputs(
     path: str | Path,
     inputs: str | Path | Sequence[str | Path],
     *,
+    coverage: float | None = None,
+    risk: float | None = None,
     draws: int | None = None,
     calibrated: bool = True,
     device: str | torch.device = "auto",
@@ -28,12 +30,15 @@ def predict_inputs(
     Args:
         path: a run folder, or a weights file of a run.
         inputs: as `Run.predict` takes them.
+        coverage: also sets of classes, as its certificate promises; see `Run.predict`.
+        risk: also what to abstain from, as its certificate promises.
         draws: of each peer; by default as many as the recipe judges with.
         calibrated: temper by the temperature that is kept with the weights.
         device: where to predict.
         trust: allow what the run's recipe names as ``package.module:name``.
     """
-    how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
+    promised = {"coverage": coverage, "risk": risk}
+    how: dict[str, Any] = {**promised, "draws": draws, "calibrated": calibrated, "device": device, "trust": trust}
     return [record for batch in predictions_at(path, inputs, **how) for record in batch.records()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from peerbayes.recipes.recipe import changes_of
 from peerbayes.reports.averaged import judge_averages
 from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside
 from peerbayes.reports.record import Record
+from peerbayes.reports.scoring import recalibrated, scored, selective
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons
 
@@ -132,7 +133,7 @@ def evaluate(
         mean, validated = mean_of(stacked), [one for one in held if one is not None]
         record["ensemble"] = judge(mean, mean_of(torch.stack(validated)) if validated else None)
         disagreement = (entropy_of(mean) - torch.stack(expected).mean(0)).clamp_min(0)
-        record["ensemble"]["selective"] = _selective(mean, disagreement, _labels(loaded.test), options.retention)
+        record["ensemble"]["selective"] = selective(mean, disagreement, _labels(loaded.test), options.retention)
         for other, found_outside in log_outside.items():
             outer = mean_of(torch.stack(found_outside))
             record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(mean, outer)
@@ -189,27 +190,11 @@ def _judge(
     """Return a peer's figures, log p̄ and disagreement on the test split, and log p̄ on the validation split."""
     options = run.recipe.evaluation
     log_p, labels, disagreement, spent = run.predict_split(name, loaded.test, draws, posterior.device, settle=settle)
-    p = log_p.exp()
-    diagram = metrics.reliability(p, labels, options.ece_bins)
-    selective = _selective(log_p, disagreement, labels, options.retention)
     found: Record = {
         "name": name,
         "bytes": run.weights_file(name).stat().st_size,
-        "accuracy": metrics.accuracy(p, labels),
-        "nll": metrics.nll_from_log(log_p, labels),
-        "ece": diagram.error,
-        "adaptive_ece": metrics.adaptive_ece(p, labels, options.ece_bins),
-        "brier": metrics.brier(p, labels),
-        # By disagreement, which a point posterior has not: by its entropy.
-        **selective["disagreement" if posterior.stochastic else "entropy"],
-        "selective": selective,
-        "disagreement": float(disagreement.mean()),
+        **scored(log_p, labels, disagreement, posterior.stochastic, options.ece_bins, options.retention),
         "draws_spent": float(spent.double().mean()),
-        "reliability": {
-            "count": diagram.count.tolist(),
-            "accuracy": plain(diagram.accuracy),
-            "confidence": plain(diagram.confidence),
-        },
     }
     if counts := posterior.counts():
         found["codebook"] = counts
@@ -219,34 +204,10 @@ def _judge(
     held: Tensor | None = None
     if loaded.validation is not None:
         held = run.predict_split(name, loaded.validation, draws, posterior.device, settle=settle)[0]
-        found |= _recalibrated(held, loaded.validation, log_p, labels, options.ece_bins)
+        found |= recalibrated(held, _labels(loaded.validation), log_p, labels, options.ece_bins)
     if loaded.soft_labels is not None:
         found["human_cross_entropy"] = metrics.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
     return found, log_p, disagreement, held
-
-
-def _selective(log_p: Tensor, disagreement: Tensor, labels: Tensor, fractions: Sequence[float]) -> Record:
-    """Return the area under the risk-coverage curve and the accuracy of the images kept, by entropy and disagreement.
-
-    All images of a point posterior have a disagreement of 0. Ranked by that, any share has the accuracy of all images.
-
-    Args:
-        log_p: log p̄ (N, C).
-        disagreement: H[p̄] − (1/S) Σ_s H[p_s] (N,).
-        labels: (N,).
-        fractions: shares to keep.
-    """
-    correct = log_p.argmax(-1) == labels
-    rankings = {"entropy": entropy_of(log_p), "disagreement": disagreement}
-    return {
-        ranking: {
-            "aurc": metrics.aurc(unsure, correct),
-            "retention": dict(
-                zip(map(str, fractions), metrics.retention_curve(unsure, correct, fractions), strict=True)
-            ),
-        }
-        for ranking, unsure in rankings.items()
-    }
 
 
 def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
@@ -254,29 +215,13 @@ def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) 
     labels = _labels(loaded.test)
     found = figures_of(log_p, labels, bins)
     if held is not None and loaded.validation is not None:
-        found |= _recalibrated(held, loaded.validation, log_p, labels, bins)
+        found |= recalibrated(held, _labels(loaded.validation), log_p, labels, bins)
     return found
 
 
 def _labels(split: Split) -> Tensor:
     assert split.labels is not None
     return split.labels
-
-
-def _recalibrated(held: Tensor, validation: Split, log_p: Tensor, labels: Tensor, bins: int) -> Record:
-    """Return the figures after temperature scaling, with the temperature that is best on the validation split."""
-    temperature = metrics.safe_temperature(held, _labels(validation))
-    tempered = metrics.temper(log_p, temperature)
-    return {
-        "temperature": temperature,
-        "cnll": metrics.nll_from_log(tempered, labels),
-        "cece": metrics.ece(tempered.exp(), labels, bins),
-    }
-
-
-def plain(values: Tensor) -> list[float | None]:
-    """Return numbers for JSON, with None for NaN."""
-    return [None if value != value else value for value in values.tolist()]
 
 
 def write_record(path: Path, record: Record | list[Record]) -> None:

@@ -1,26 +1,28 @@
-"""Temperatures of trained peers, fitted on a split that they have not learnt, and kept with their weights."""
+"""Temperatures and certificates of trained peers, of a split that they have not learnt, kept with their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from peerbayes import metrics
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
+from peerbayes.inference.guarantees import Labelled, Promises, coverage_promise, parts, risk_promise
 from peerbayes.inference.prediction import mean_of, predict_split
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.certificate import Certificate
 
 
 def fit_temperatures(
     peers: Mapping[str, Posterior], split: Split, draws: int, seed: int
 ) -> tuple[dict[str, float], float]:
     """Return the temperature of every peer, and that of all as one: those of least NLL, of averaged probabilities.
-
-    None makes predictions surer where hardly any is wrong, see `peerbayes.metrics.safe_temperature`.
 
     They are fitted to the draws that evaluation judges, so on the validation split they are those of its records.
 
@@ -30,20 +32,101 @@ def fit_temperatures(
         draws: draws averaged.
         seed: with the peers' names, the address of the draws.
     """
+    log_p, labels = _predicted(peers, split, draws, seed)
+    each = {name: metrics.fit_temperature(own, labels, width=metrics.TEMPERATURE_WIDTH) for name, own in log_p.items()}
+    alone = next(iter(each.values()))
+    return each, alone if len(each) == 1 else metrics.fit_temperature(
+        _as_one(log_p), labels, width=metrics.TEMPERATURE_WIDTH
+    )
+
+
+def certify(
+    peers: Mapping[str, Posterior], split: Split, draws: int, seed: int, promises: Promises, data: str
+) -> Certificate:
+    """Return the certificate of all peers as one; refuse promises that so many images do not show.
+
+    A quarter of the images fits the temperature and chooses the order in which thresholds are tested; only the others,
+    which nothing has seen, choose the thresholds.
+
+    Args:
+        peers: posteriors by name.
+        split: what they have not learnt, with labels.
+        draws: draws averaged, of each peer.
+        seed: with the peers' names, the address of the draws; also of the split into two parts.
+        promises: what is to be promised.
+        data: name of the images' data set.
+    """
+    log_p, labels = _predicted(peers, split, draws, seed)
+    return certificate_of(_as_one(log_p), labels, promises, seed, draws, data, next(iter(peers.values())).class_names)
+
+
+def certificate_of(
+    log_p: Tensor,
+    labels: Tensor,
+    promises: Promises,
+    seed: int,
+    draws: int,
+    data: str,
+    class_names: Any = None,
+) -> Certificate:
+    """Return the certificate of predictions at temperature 1, (N, C); see `certify`.
+
+    Args:
+        log_p: log-probabilities (N, C).
+        labels: (N,).
+        promises: what is to be promised.
+        seed: of the split into two parts.
+        draws: that the probabilities are averages of.
+        data: name of the images' data set.
+        class_names: of the C classes, for messages.
+    """
+    classes = log_p.shape[1]
+    names = class_names or [str(number) for number in range(classes)]
+    fitted, shown = parts(len(labels), seed)
+    if not len(fitted) or not len(shown):
+        raise InputError(f"{data}: has {len(labels)} validation images, too few to promise anything with")
+    temperature = metrics.fit_temperature(log_p[fitted], labels[fitted], width=metrics.TEMPERATURE_WIDTH)
+    tempered = log_p if temperature == 1 else metrics.temper(log_p, temperature)
+    choosing, showing = (Labelled(tempered[part], labels[part]) for part in (fitted, shown))
+    made = choosing, showing, promises, names
+    return Certificate(
+        data=data,
+        images=len(shown),
+        fitted=len(fitted),
+        seed=seed,
+        draws=draws,
+        temperature=temperature,
+        classes=classes,
+        coverage=None if promises.coverage is None else coverage_promise(*made),
+        risk=None if promises.risk is None else risk_promise(*made),
+    )
+
+
+def _predicted(peers: Mapping[str, Posterior], split: Split, draws: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return log p̄ (N, C) of every peer at temperature 1, and the labels."""
     if split.labels is None:
         raise InputError("the images have no labels to fit temperatures to")
-    log_p = []
+    log_p = {}
     for name, posterior in peers.items():
-        log_p.append(predict_split(posterior, split, draws, seed=seed, name=name)[0])
-        bad = int(log_p[-1].isnan().any(1).sum())
+        log_p[name] = predict_split(posterior, split, draws, seed=seed, name=name)[0]
+        bad = int(log_p[name].isnan().any(1).sum())
         if bad:
-            raise InputError(f"peer '{name}': {bad} of {len(log_p[-1])} predictions are not numbers (NaN)")
-    each = {name: metrics.safe_temperature(own, split.labels) for name, own in zip(peers, log_p, strict=True)}
-    alone = next(iter(each.values()))
-    return each, alone if len(each) == 1 else metrics.safe_temperature(mean_of(torch.stack(log_p)), split.labels)
+            raise InputError(f"peer '{name}': {bad} of {len(log_p[name])} predictions are not numbers (NaN)")
+    return log_p, split.labels
 
 
-def keep_temperature(posterior: Posterior, temperature: float, weights: Path) -> None:
-    """Give a posterior a temperature, also in its weights file, whose tensors stay as they are to the last bit."""
-    posterior.temperature = temperature
-    storage.describe(weights, temperature=None if temperature == 1 else temperature)
+def _as_one(log_p: Mapping[str, Tensor]) -> Tensor:
+    (first, *others) = log_p.values()
+    return mean_of(torch.stack([first, *others])) if others else first
+
+
+def keep_temperature(
+    posterior: Posterior, temperature: float, weights: Path, certificate: Certificate | None = None
+) -> None:
+    """Give a posterior a temperature, also in its weights file, whose tensors stay as they are to the last bit.
+
+    A certificate is of one temperature: the one it had before is gone.
+    """
+    posterior.temperature, posterior.certificate = temperature, certificate
+    promised = None if certificate is None else certificate.model_dump(exclude_none=True)
+    storage.describe(weights, temperature=None if temperature == 1 else temperature, certificate=promised)

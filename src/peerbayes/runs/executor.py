@@ -201,6 +201,7 @@ def _take_over(node: Node, device: torch.device) -> None:
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = run[name].input_shape, run[name].class_names
         posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
+        posterior.certificate = run[name].certificate
 
 
 # ---- checks before anything is written -------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""What a trained run is asked about: files, folders, texts, arrays and PIL images, as a split with a name for each."""
+"""What a trained run is asked about: files, folders, texts, arrays and PIL images, in batches with a name for each."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
-from peerbayes.data.datasets.folders import read_images
+from peerbayes.data.datasets.folders import count_images, walk_images
 from peerbayes.data.datasets.formats import image_tensor
 from peerbayes.data.datasets.text_rows import csv_items, csv_rows
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, centre, in_rgb, resize
@@ -27,26 +28,53 @@ if TYPE_CHECKING:
     from peerbayes.runs.run import Run
 
 PATHS = ("path", "file", "filename", "file name", "image")  # headings of columns of image files
+AT_ONCE = 1 << 13  # inputs that are predicted together, however small they are
 EXPECTED = "there is nothing to predict: expected image files, folders or texts"
 
 
 @dataclass(frozen=True)
 class NewInputs:
-    """New inputs of a run.
+    """New inputs of a run, in memory that their number is not in.
 
     Args:
         kind: what each is: ``file``, ``image`` or ``text``.
-        names: one each.
-        split: the inputs themselves, read when a batch wants them.
+        count: how many there are.
+        names: begins to yield one each.
+        read: returns the inputs of some names that follow one another, the first of which has a number, on a device.
     """
 
     kind: str
-    names: Sequence[str]
-    split: Split
+    count: int
+    names: Callable[[], Iterable[str]]
+    read: Callable[[Sequence[str], int, torch.device], Tensor]
+
+    @classmethod
+    def of(cls, kind: str, split: Split) -> NewInputs:
+        """Return a split as inputs that are numbered."""
+
+        def read(names: Sequence[str], first: int, device: torch.device) -> Tensor:
+            return split.batch(torch.arange(first, first + len(names)), device)[0]
+
+        return cls(kind, len(split), lambda: map(str, range(len(split))), read)
+
+    def batches(self, device: torch.device, most: int) -> Iterator[tuple[Sequence[str], Tensor]]:
+        """Yield names and inputs, so many at once that they take at most so many bytes, or one input's.
+
+        Args:
+            device: where they are wanted.
+            most: bytes of a batch.
+        """
+        names, first = iter(self.names()), 0
+        ahead = list(itertools.islice(names, 1))
+        nbytes = self.read(ahead, 0, torch.device("cpu")).nbytes
+        size, names = max(1, min(AT_ONCE, most // nbytes)), itertools.chain(ahead, names)
+        while part := list(itertools.islice(names, size)):
+            yield part, self.read(part, first, device)
+            first += len(part)
 
 
 def new_inputs(run: Run, given: Any) -> NewInputs:
-    """Return what was given as a split of the form that a run has learnt.
+    """Return what was given in the form that a run has learnt.
 
     Args:
         run: the run.
@@ -58,14 +86,9 @@ def new_inputs(run: Run, given: Any) -> NewInputs:
     if isinstance(given, Mapping):
         raise InputError(f"expected inputs or a list of them, got a {type(given).__name__}")
     if hasattr(given, "batch") and hasattr(given, "labels"):
-        split = cast(Split, given)
-        return NewInputs("image" if run.vocabulary is None else "text", _numbers(len(split)), split)
+        return NewInputs.of("image" if run.vocabulary is None else "text", cast(Split, given))
     vocabulary = run.vocabulary
     return _images(run, given) if vocabulary is None else _texts(vocabulary, given)
-
-
-def _numbers(count: int) -> list[str]:
-    return [str(number) for number in range(count)]
 
 
 def _listed(given: Any) -> list[Any]:
@@ -87,7 +110,7 @@ def _images(run: Run, given: Any) -> NewInputs:
             array = array[None]
         if tuple(array.shape[1:]) == shape:  # as they were learnt
             images = torch.as_tensor(array)
-            return NewInputs("image", _numbers(len(images)), ArraySplit(_single(images)))
+            return NewInputs.of("image", ArraySplit(_single(images)))
         items = [array] if _is_one_image(array, channels, (height, width)) else list(array)
     else:
         items = _listed(given)
@@ -96,13 +119,20 @@ def _images(run: Run, given: Any) -> NewInputs:
             f"{run.folder}: takes inputs of shape {shape}; files and pictures are square images in grey or colours: "
             f"predict arrays of shape (N, {channels}, {height}, {width})"
         )
-    margin, split = run.about.get("margin", 1.0), cast(Split, None)
-    if all(isinstance(item, str | Path) for item in items):
-        files = [file for item in map(Path, items) for file in _files(item)]
-        kind, names, split = "file", files, FolderSplit(files, None, height, margin)
-    else:
-        kind, names, split = "image", _numbers(len(items)), ImageSplit(items, height, margin)
-    return NewInputs(kind, names, Recoloured(split, 1) if channels == 1 else split)
+    margin = run.about.get("margin", 1.0)
+
+    def in_colours(split: Split) -> Split:
+        return Recoloured(split, 1) if channels == 1 else split
+
+    if not all(isinstance(item, str | Path) for item in items):
+        return NewInputs.of("image", in_colours(ImageSplit(items, height, margin)))
+
+    def read(files: Sequence[str], _: int, device: torch.device) -> Tensor:
+        return in_colours(FolderSplit(files, None, height, margin)).batch(torch.arange(len(files)), device)[0]
+
+    paths = [Path(item) for item in items]
+    count = sum(map(_count_files, paths))  # before any is predicted: what is not there is told at once
+    return NewInputs("file", count, lambda: itertools.chain.from_iterable(map(_files, paths)), read)
 
 
 def _single(images: Tensor) -> Tensor:
@@ -177,35 +207,40 @@ def _pixels(image: Any, where: str) -> Tensor:
     return pixels.expand(3, -1, -1).contiguous() if len(pixels) == 1 else pixels[:3]
 
 
-def _files(path: Path) -> list[str]:
+def _count_files(path: Path) -> int:
+    """Return how many image files a path stands for; refuse one that is not there, or stands for none."""
     if not path.exists():
         raise InputError(f"{path}: there is no such image file or folder")
     if path.is_dir():
-        return list(read_images(path).files)
-    return _in_table(path) if path.suffix.lower() == ".csv" else [str(path)]
+        return count_images(path)
+    count = sum(1 for _ in _files(path))
+    if not count:
+        raise InputError(f"{path}: expected one row an image, found none")
+    return count
 
 
-def _in_table(path: Path) -> list[str]:
-    """Return the image files that a column of a CSV file names, from its folder."""
-    rows = list(csv_rows(path))
-    header = [cell.strip().lower().replace("_", " ") for cell in rows[0][1]]
+def _files(path: Path) -> Iterator[str]:
+    if path.is_dir():
+        return walk_images(path)
+    return _in_table(path) if path.suffix.lower() == ".csv" else iter([str(path)])
+
+
+def _in_table(path: Path) -> Iterator[str]:
+    """Yield the image files that a column of a CSV file names, from its folder."""
+    rows = csv_rows(path)
+    first = next(rows)
+    header = [cell.strip().lower().replace("_", " ") for cell in first[1]]
     column = next((header.index(name) for name in PATHS if name in header), None)
     if column is None:
-        there = [place for place, cell in enumerate(rows[0][1]) if (path.parent / cell.strip()).is_file()]
+        there = [place for place, cell in enumerate(first[1]) if (path.parent / cell.strip()).is_file()]
         if not there:
             raise InputError(f"{path}, row 1: expected a column {', '.join(map(repr, PATHS))}, or the name of a file")
-        column = there[0]
-    else:
-        rows = rows[1:]
-    files = []
+        column, rows = there[0], itertools.chain([first], rows)
     for number, row in rows:
         file = path.parent / row[column].strip() if column < len(row) else path.parent
         if not file.is_file():
             raise InputError(f"{path}, row {number}: there is no image file '{file}'")
-        files.append(str(file))
-    if not files:
-        raise InputError(f"{path}: expected one row an image, found none")
-    return files
+        yield str(file)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -215,26 +250,32 @@ def _texts(vocabulary: Vocabulary, given: Any) -> NewInputs:
     if isinstance(given, Tensor) or (isinstance(given, np.ndarray) and given.dtype.kind in "iuf"):
         tokens = torch.as_tensor(given)
         tokens = tokens[None] if tokens.ndim == 1 else tokens
-        return NewInputs("text", _numbers(len(tokens)), ArraySplit(tokens))
+        return NewInputs.of("text", ArraySplit(tokens))
     items = _listed(given)
     for item in items:
         if not isinstance(item, str | Path):
             raise InputError(f"expected texts, or files of them, got a {type(item).__name__}")
-    texts = [text for item in map(str, items) for text in _lines(item)]
-    if not texts:
+
+    def names() -> Iterator[str]:
+        return (text for item in map(str, items) for text in _lines(item))
+
+    count = sum(1 for _ in names())
+    if not count:
         raise InputError(f"{', '.join(map(str, items))}: holds no texts, expected one a line")
-    return NewInputs("text", texts, ArraySplit(vocabulary.encode(texts)))
+    return NewInputs("text", count, names, lambda texts, _, device: vocabulary.encode(texts).to(device))
 
 
-def _lines(given: str) -> list[str]:
+def _lines(given: str) -> Iterator[str]:
     if os.path.isfile(given):  # which takes texts of any length
         if given.lower().endswith(".csv"):
-            return csv_items(Path(given), labelled=False).texts
+            yield from csv_items(Path(given), labelled=False).texts
+            return
         try:
-            lines = Path(given).read_text(encoding="utf-8-sig").split("\n")
+            with open(given, encoding="utf-8-sig", newline="\n") as file:
+                yield from filter(None, map(str.strip, file))
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{given}: cannot be read as UTF-8 text, one a line ({error})") from None
-        return [line.strip() for line in lines if line.strip()]
+        return
     if os.path.isdir(given) or (given.endswith((".txt", ".csv")) and not re.search(r"\s", given)):
         raise InputError(f"{given}: there is no such text file, with one a line")
-    return [given]
+    yield given

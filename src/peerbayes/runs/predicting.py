@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peerbayes.engine.devices import pick_device
+from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, mean_of
 from peerbayes.inference.progress import Share, watched, watcher_now
+from peerbayes.posteriors.certificate import Certificate, how_to
 from peerbayes.runs.new_inputs import new_inputs
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ def predict_batches(
     given: Any,
     peer: str | None = None,
     *,
+    coverage: float | None = None,
+    risk: float | None = None,
     draws: int | None = None,
     calibrated: bool = True,
     device: str | torch.device = "auto",
@@ -32,21 +36,39 @@ def predict_batches(
     where = pick_device(device)
     posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
     temperature = 1.0 if not calibrated else run.temperature if peer is None else run[peer].temperature
-    draws = run.recipe.evaluation.draws if draws is None else draws
+    certificate = _promised(run, peer, coverage, risk, draws, calibrated)
+    if draws is None:
+        draws = run.recipe.evaluation.draws if certificate is None else certificate.draws
     inputs = new_inputs(run, given)
-    watcher, count = watcher_now.get(), len(inputs.split)
-    first, _ = inputs.split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
-    watcher.begin(count * len(posteriors))
-    for index in torch.arange(count).split(max(1, BATCH // first.nbytes)):
-        images, _ = inputs.split.batch(index, where)
+    watcher = watcher_now.get()
+    watcher.begin(inputs.count * len(posteriors))
+    for names, images in inputs.batches(where, BATCH):
         parts = []
         for name, posterior in posteriors.items():
-            with watched(Share(watcher, len(index))):
+            with watched(Share(watcher, len(names))):
                 parts.append(posterior.predict(images, draws, seed=run.seed, name=name, calibrated=False))
             run.refuse_nan(name, parts[-1].log_probabilities)
         together = _as_one(parts).tempered(temperature)
-        names = inputs.names[int(index[0]) : int(index[-1]) + 1]
+        together = together if certificate is None else together.promising(certificate)
         yield replace(together, inputs=names, kind=inputs.kind)
+
+
+def _promised(
+    run: Run, peer: str | None, coverage: float | None, risk: float | None, draws: int | None, calibrated: bool
+) -> Certificate | None:
+    """Return the certificate with the promises that are asked for; refuse what it is not of."""
+    if coverage is None and risk is None:
+        return None
+    alone = peer is not None or len(run) == 1
+    certificate = run.certificate if peer is None else run[peer].certificate
+    origin = str(run.weights_file(peer or next(iter(run))) if alone else run.folder)
+    if certificate is None:
+        raise InputError(f"{origin}: nothing is promised of its predictions; {how_to(origin, coverage, risk)}")
+    if not calibrated:
+        raise InputError(f"{origin}: promises are of its calibrated predictions; leave out --raw (calibrated=False)")
+    if draws is not None and draws != certificate.draws:
+        raise InputError(f"{origin}: promises are of {certificate.draws} draws, not of {draws}; leave out draws")
+    return certificate.promising(coverage, risk, origin)
 
 
 def _as_one(parts: list[Prediction]) -> Prediction:

@@ -33,16 +33,19 @@ from peerbayes.inference.progress import NOBODY, watcher_now
 from peerbayes.math.noise import seed_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.runs.hub import fetched, is_hub_name
 from peerbayes.schema import Strict, Table
 from peerbayes.showing import Page, html_facts, html_table
 from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
 ADOPTED = "adopted.json"  # what an adoption says of its runs
+WEIGHTS = "model.safetensors"  # of the only peer of an export
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
 # Data that were given from Python, by run folder, for as long as somebody holds them.
@@ -90,6 +93,7 @@ class _About(Table):
     seconds: float = 0.0
     threads: Annotated[list[int], Field(min_length=1)] = [1]
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
+    certificate: Certificate | None = None
 
 
 class _PeerLine(Table):
@@ -178,6 +182,15 @@ class Run(Mapping[str, Posterior]):
         return float(self.about.get("temperature", 1.0)) if others else self[name].temperature
 
     @property
+    def certificate(self) -> Certificate | None:
+        """What is promised of all its peers as one, which is that of its only peer; None where nothing is."""
+        (name, *others) = self
+        about = self.about.get("certificate")
+        if not others:
+            return self[name].certificate
+        return None if about is None else Certificate.parse(about, f"{self.folder / 'run.json'}: certificate")
+
+    @property
     def origins(self) -> dict[str, str]:
         """Digests of what its peers started from and learn from, by `peer_called` and `TAUGHT_BY`, where known."""
         return self.about.get("origins") or {}
@@ -263,7 +276,8 @@ class Run(Mapping[str, Posterior]):
 
     def weights_file(self, peer: str) -> Path:
         """Where a trained peer lies."""
-        return self.folder / f"weights-{peer}.safetensors"
+        path, exported = self.folder / f"weights-{peer}.safetensors", self.folder / WEIGHTS
+        return exported if len(self) == 1 and exported.is_file() and not path.exists() else path
 
     def account(self, peer: str) -> Account | None:
         """Return how a peer's codebook was made; None where it was not made here."""
@@ -330,6 +344,8 @@ class Run(Mapping[str, Posterior]):
         inputs: Any,
         peer: str | None = None,
         *,
+        coverage: float | None = None,
+        risk: float | None = None,
         draws: int | None = None,
         calibrated: bool = True,
         device: str | torch.device = "auto",
@@ -341,11 +357,15 @@ class Run(Mapping[str, Posterior]):
                 or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
                 of another size than was learnt, are resized and their centre cut out, as in evaluation.
             peer: its name; by default the average of all peers' probabilities.
-            draws: of each peer; by default as many as the recipe judges with.
+            coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
+            risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
+                promises; `peerbayes.calibrate` makes certificates.
+            draws: of each peer; by default as many as the recipe judges with, or the certificate is of.
             calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
             device: where to predict.
         """
-        batches = self.predict_batches(inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
+        batches = self.predict_batches(inputs, peer, coverage=coverage, risk=risk, **how)
         with waiting(quiet=watcher_now.get() is not NOBODY):
             return Prediction.joined(list(batches))
 
@@ -354,6 +374,8 @@ class Run(Mapping[str, Posterior]):
         inputs: Any,
         peer: str | None = None,
         *,
+        coverage: float | None = None,
+        risk: float | None = None,
         draws: int | None = None,
         calibrated: bool = True,
         device: str | torch.device = "auto",
@@ -361,7 +383,8 @@ class Run(Mapping[str, Posterior]):
         """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in."""
         from peerbayes.runs.predicting import predict_batches
 
-        return predict_batches(self, inputs, peer, draws=draws, calibrated=calibrated, device=device)
+        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
+        return predict_batches(self, inputs, peer, coverage=coverage, risk=risk, **how)
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""
@@ -521,6 +544,8 @@ def runs_below(folder: Path) -> list[Path]:
 
 def _why(folder: Path) -> str:
     """Return why a folder is no run's, as the end of a sentence; runs in it are named."""
+    if (folder / WEIGHTS).is_file():
+        return f": was exported from a posterior without a run; peerbayes.Posterior.load('{folder / WEIGHTS}', network)"
     below = [str(run) for run in runs_below(folder)]
     if not below:
         return " (it has no recipe.toml)"
@@ -533,14 +558,25 @@ def _by_number(name: str) -> list[str | float]:
     return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
-def load(folder: str | Path, networks: Mapping[str, nn.Module] | None = None, *, trust: bool = False) -> Run:
-    """Open a run.
+def load(
+    folder: str | Path,
+    networks: Mapping[str, nn.Module] | None = None,
+    *,
+    trust: bool = False,
+    revision: str | None = None,
+) -> Run:
+    """Open a run, or what `peerbayes.export` made of one.
 
     Args:
-        folder: the run folder.
+        folder: the run folder, or the name of a repository of the Hugging Face hub, ``owner/name``, which is fetched.
         networks: by peer; needed where they did not come from a recipe.
         trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
+        revision: of the repository: a branch, tag or commit.
     """
+    if is_hub_name(folder) and not Path(folder).exists():
+        folder = fetched(str(folder), revision)
+    elif revision is not None:
+        raise InputError(f"revision is '{revision}', but {folder} is no name of a repository, such as owner/name")
     return Run(folder, networks, trust=trust)
 
 

@@ -168,9 +168,10 @@ class Session:
             return
         self.learner.take_best()
         for name, posterior in self.peers.items():
+            posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
             posterior.provenance = Provenance(depth=self.generation, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
-            posterior.temperature = 1.0  # that of what it was before is no other's
+            posterior.temperature, posterior.certificate = 1.0, None  # those of what it was before are no other's
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
         self.about["engine"] = self.learner.engine.name

@@ -208,7 +208,7 @@ class Learner:
             with of_term(place, term):
                 self._probe.find_layers(options.get("layers", []))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
-        state = StageState(stage, self.peers, shapes, address, place)
+        state = StageState(stage, self.peers, shapes, address, place, len(self.data.train))
         self.cohort.begin_stage(state, stage.layers, self._keys[number])
 
     def _begin_engine(self) -> None:

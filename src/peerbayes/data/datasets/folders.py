@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from peerbayes.data.splits import FolderSplit, open_rgb
 from peerbayes.errors import InputError, PeerbayesWarning
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+AT_ONCE = 1 << 16  # names of a folder that are held
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation", "dev"),
@@ -46,15 +48,39 @@ def split_folders(folder: Path) -> dict[str, Path]:
     return parts if labelled else {}
 
 
+def walk_images(folder: str | Path) -> Iterator[str]:
+    """Yield every image below ``folder``, sorted by path; hidden files and other extensions are passed over.
+
+    Memory does not grow with their number: a folder of more than `AT_ONCE` is listed again for those that follow.
+    """
+    last = ""
+    while True:
+        try:
+            with os.scandir(folder) as entries:
+                names = heapq.nsmallest(AT_ONCE, (name for name in map(_sortable, entries) if name > last))
+        except OSError:  # one that can't be opened
+            return
+        for name in names:
+            path = os.path.join(folder, name.removesuffix("/"))
+            if name.endswith("/"):
+                yield from walk_images(path)
+            else:
+                yield path
+        if len(names) < AT_ONCE:
+            return
+        last = names[-1]
+
+
+def _sortable(entry: os.DirEntry[str]) -> str:
+    """Return what sorts an entry of a folder as whole paths are, with a slash behind folders; nothing of others."""
+    if entry.is_dir():
+        return "" if entry.is_symlink() else f"{entry.name}/"
+    return entry.name if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") else ""
+
+
 def image_files(folder: Path) -> list[str]:
     """Return every image below ``folder``, sorted; hidden files and other extensions are passed over."""
-    found = [
-        os.path.join(place, name)
-        for place, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    ]
-    return sorted(found)
+    return list(walk_images(folder))
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -135,11 +161,18 @@ def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSp
     return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files[0]))
 
 
+def count_images(folder: Path) -> int:
+    """Return how many images there are below ``folder``; refuse a folder without any."""
+    count = sum(1 for _ in walk_images(folder))
+    if not count:
+        raise InputError(f"{folder}: expected images ({', '.join(EXTENSIONS)}), found none")
+    return count
+
+
 def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
+    count_images(folder)
     files = image_files(folder)
-    if not files:
-        raise InputError(f"{folder}: expected images ({', '.join(EXTENSIONS)}), found none")
     return FolderSplit(files, None, natural_size(files[0]))
 
 

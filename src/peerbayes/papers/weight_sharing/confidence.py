@@ -19,7 +19,7 @@ from peerbayes.metrics.calibration import confidence_by_class, confidence_overal
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.groups import by_setting, experiment_of, open_runs
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import plain
+from peerbayes.reports.scoring import plain
 from peerbayes.reports.tables import title
 from peerbayes.runs.run import Run
 

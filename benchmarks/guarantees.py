@@ -1,0 +1,176 @@
+"""Do promised coverage and risk hold? Random splits of real predictions into calibration images and others.
+
+    python benchmarks/guarantees.py                         # trains a network on 297 digits (on a CPU, in seconds)
+    python benchmarks/guarantees.py runs/a --data-root data # this run as well
+
+Of every run, the inputs of its validation and test splits are predicted once, by all peers as one. Each round takes a
+third of them at random to certify, as `peerbayes calibrate` does, and looks at the others. Writes
+results/guarantees.json, which ``python docs/figures.py`` draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import scipy.stats
+import torch
+
+from peerbayes import load
+from peerbayes.api.fitting import train
+from peerbayes.engine.devices import environment
+from peerbayes.errors import InputError
+from peerbayes.inference.guarantees import FITTED, Promises
+from peerbayes.inference.prediction import mean_of
+from peerbayes.metrics import temper
+from peerbayes.recipes.recipe import changes_of, load_recipe
+from peerbayes.reports.records import write_record
+from peerbayes.runs.calibration import certificate_of
+from peerbayes.runs.run import Run
+
+BINS = 60  # of histograms
+DIGITS = ["data.validation=1000"]  # 297 of the 1797 are left to learn
+
+
+def pool(run: Run, root: Path | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities (N, C) of all peers as one and labels, of all images that nothing was learnt of."""
+    data, draws = run.data(root), run.recipe.evaluation.draws
+    splits = (
+        [data.test] if data.validation is None or run.recipe.evaluation.keep == "best" else [data.validation, data.test]
+    )
+    log_p, labels = [], []
+    for split in splits:
+        found = [run.predict_split(name, split, draws, device) for name in run]
+        log_p.append(mean_of(torch.stack([one[0] for one in found])))
+        labels.append(found[0][1])
+    return torch.cat(log_p), torch.cat(labels)
+
+
+def histogram(values: np.ndarray, low: float, high: float) -> dict:
+    """Return how many values lie in each of `BINS` bins."""
+    counts, edges = np.histogram(values.clip(low, high), BINS, (low, high))
+    return {"edges": [float(edges[0]), float(edges[-1])], "counts": counts.tolist()}
+
+
+def spread(values: np.ndarray) -> dict:
+    """Return the mean of values and its standard error."""
+    return {"mean": float(values.mean()), "standard_error": float(values.std(ddof=1) / math.sqrt(len(values)))}
+
+
+def measured(log_p: torch.Tensor, labels: torch.Tensor, promises: Promises, count: int, rounds: int) -> dict:
+    """Certify `count` images of every round, and look at the others."""
+    rows, refused = [], 0
+    for seed in range(rounds):
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
+        own, others = order[:count], order[count:]
+        try:
+            certificate = certificate_of(log_p[own], labels[own], promises, seed, 1, "pool")
+        except InputError:
+            refused += 1
+            continue
+        tempered = log_p if certificate.temperature == 1 else temper(log_p, certificate.temperature)
+        row = {}
+        if promises.coverage is not None:
+            sets = certificate.sets(tempered[others])
+            inside = sets.gather(1, labels[others, None])[:, 0].double()
+            row |= {"coverage": float(inside.mean()), "size": float(sets.sum(1).double().mean())}
+            row["empty"] = float((~sets.any(1)).double().mean())
+            if promises.by_class:
+                each = torch.bincount(labels[others], inside) / torch.bincount(labels[others])
+                row |= {f"coverage of class {number}": value for number, value in enumerate(each.tolist())}
+        else:
+            answered, wrong = ~certificate.abstain(tempered), tempered.argmax(1) != labels
+            row["answered"] = float(answered[others].double().mean())
+            row["risk of others"] = float(wrong[others][answered[others]].double().mean())
+            row["risk of all"] = float(wrong[answered].double().mean())
+        rows.append(row)
+    found: dict = {"by_class": promises.by_class, "refused": refused}
+    if promises.coverage is not None:
+        found |= {"promised coverage": promises.coverage, "method": promises.method}
+    else:
+        found |= {"promised risk": promises.risk, "delta": promises.delta}
+    values = {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+    found |= {key: spread(value) for key, value in values.items()}
+    shown = count - math.ceil(FITTED * count)
+    if rows and promises.coverage is not None:
+        level, left = promises.coverage, len(labels) - count
+        found["histogram"] = histogram(values["coverage"], level - 0.08, min(1.0, level + 0.08))
+        place = math.ceil((shown + 1) * level)
+        law = scipy.stats.betabinom(left, place, shown + 1 - place)  # of inputs of which no two score the same
+        found["expected"] = {"mean": float(law.mean() / left), "deviation": float(law.std() / left)}
+        found["deviation"] = float(values["coverage"].std(ddof=1))
+        kept = [
+            value
+            for key, value in found.items()
+            if key.startswith("coverage of class" if promises.by_class else "coverage")
+        ]
+        # A mean over rounds may lie below by chance: by 4 standard errors hardly ever.
+        found["holds"] = all(one["mean"] + 4 * one["standard_error"] >= level for one in kept)
+    elif rows:
+        # All inputs stand for the world: a certificate fails if more than the promised share of their answers is wrong.
+        broken = int((values["risk of all"] > promises.risk).sum())
+        found["histogram"] = histogram(values["risk of all"], 0, 2 * promises.risk)
+        found["broken"] = broken / rounds
+        found["holds"] = bool(scipy.stats.binomtest(broken, rounds, promises.delta, "greater").pvalue > 1e-4)
+    return found
+
+
+def told(found: dict) -> str:
+    """Return a line for people."""
+    sets = "promised coverage" in found
+    what = f"{found['method']} {found['promised coverage']}" if sets else f"risk {found['promised risk']}"
+    keys = ("coverage", "expected", "size", "empty", "answered", "risk of others", "risk of all")
+    means = {key: round(found[key]["mean"], 4) for key in keys if key in found}
+    more = " by class" * found["by_class"] + f", refused {found['refused']}"
+    broken = f", broken {found['broken']}" if "broken" in found else ""
+    return f"{what}{more}: {means}{broken} {'holds' if found.get('holds') else 'does not hold' if means else ''}"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, help="trained runs, beside one on digits")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--coverage", type=float, action="append", help="repeatable; 0.9 and 0.95 by default")
+    parser.add_argument("--risk", type=float, action="append", help="repeatable; 0.02 and 0.05 by default")
+    parser.add_argument("--delta", type=float, default=0.1)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results/guarantees.json"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    named = [Path(word).name if Path(word).exists() else word for word in argv]
+    words = " ".join(["python benchmarks/guarantees.py", *named])
+    with tempfile.TemporaryDirectory() as folder:
+        digits = train(load_recipe("mutual/digits-dnn", DIGITS), Path(folder) / "run", device=device)
+        runs = [digits, *map(load, args.runs)]
+        records = []
+        for run in runs:
+            log_p, labels = pool(run, args.data_root, device)
+            accuracy = float((log_p.argmax(1) == labels).double().mean())
+            print(f"{run.recipe.name}: {len(labels)} images, accuracy {100 * accuracy:.2f} %", flush=True)
+            count, levels = len(labels) // 3, args.coverage or [0.9, 0.95]
+            asked = [Promises(level, method=method) for level in levels for method in ("lac", "aps", "raps")]
+            asked += [Promises(levels[0], method=method, by_class=True) for method in ("lac", "aps")]
+            asked += [Promises(risk=risk, delta=args.delta) for risk in args.risk or (0.02, 0.05)]
+            found = []
+            for promises in asked:
+                since = time.perf_counter()
+                found.append(measured(log_p, labels, promises, count, args.rounds))
+                found[-1]["seconds"] = round(time.perf_counter() - since, 1)
+                print(told(found[-1]), flush=True)
+            about = {"recipe": run.recipe.name, "changed": changes_of(run.recipe), "seed": run.seed}
+            about |= {"images": len(labels), "classes": log_p.shape[1], "accuracy": accuracy}
+            records.append(about | {"calibrate": count, "rounds": args.rounds, "promises": found})
+            write_record(args.out, {"command": words, **environment(device), "runs": records})
+    every = [promise for record in records for promise in record["promises"]]
+    if not all(promise["holds"] for promise in every if promise["refused"] < args.rounds):
+        sys.exit("a promise does not hold")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""Draw the table of what the default recipe is worth beside what people would use instead, from records.
+
+    python benchmarks/worth.py results/yardsticks-digits.json
+    python benchmarks/worth.py reproduced/results/worth-cifar100-resnet20*.json
+
+Prints Markdown: a line a method, peers and both as one apart, with and without a temperature; mean ± standard error
+over seeds, and the difference in NLL to the default recipe over the seeds that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peerbayes.metrics import paired_difference, summarise
+
+Record = dict[str, Any]
+Values = Mapping[int, float]  # by seed
+KEPT = "0.8"  # share of the images whose accuracy is shown, by least disagreement and by least entropy
+AGAINST = "default"  # which the others are compared with
+FORMS: dict[str, tuple[str, Callable[[Record], Sequence[Record]]]] = {
+    "each": ("each peer", lambda record: record["peers"]),
+    "as one": ("both as one", lambda record: [record["ensemble"]] if "ensemble" in record else []),
+}
+
+
+def read(paths: Sequence[Path]) -> list[Record]:
+    """Return the records of files, those of one run joined: what one file says beside another's is added to it."""
+    joined: dict[tuple[str, int], Record] = {}
+    for path in paths:
+        found = json.loads(path.read_text())
+        for record in found if isinstance(found, list) else [found]:
+            before = joined.setdefault((record["recipe"], record["seed"]), record)
+            for _, parts in FORMS.values():
+                for one, other in zip(parts(before), parts(record), strict=True):
+                    if "out_of_distribution" in other:
+                        one["out_of_distribution"] = one.get("out_of_distribution", {}) | other["out_of_distribution"]
+    return list(joined.values())
+
+
+def values(records: Sequence[Record], form: str, figure: Callable[[Record], float | None]) -> dict[int, float]:
+    """Return a figure by seed, a mean over peers; nothing where a record has none."""
+    found = {}
+    for record in records:
+        numbers = [figure(one) for one in FORMS[form][1](record)]
+        if numbers and all(number is not None for number in numbers):
+            found[record["seed"]] = statistics.fmean(number for number in numbers if number is not None)
+    return found
+
+
+def kept(ranking: str) -> Callable[[Record], float | None]:
+    """Return the accuracy of the images kept by a ranking; None of what has no disagreement."""
+
+    def figure(one: Record) -> float | None:
+        curve = one["selective"][ranking]["retention"]
+        silent = ranking == "disagreement" and one.get("disagreement") == 0
+        return None if silent else curve.get(KEPT)
+
+    return figure
+
+
+def auroc(other: str) -> Callable[[Record], float | None]:
+    """Return how well entropy tells a data set from elsewhere."""
+
+    def figure(one: Record) -> float | None:
+        found = one.get("out_of_distribution", {}).get(other)
+        return None if found is None else found["auroc"]
+
+    return figure
+
+
+def cell(found: Values, percent: bool = False) -> str:
+    """Return mean ± standard error as text, of shares in percent."""
+    if not found:
+        return ""
+    summary, decimals = summarise(number * (100 if percent else 1) for number in found.values()), 2 if percent else 3
+    numbers = [summary.mean] + ([] if summary.standard_error is None else [summary.standard_error])
+    return " ± ".join(_number(number, decimals) for number in numbers)
+
+
+def _number(value: float, decimals: int) -> str:
+    text = f"{abs(value):.{decimals}f}"
+    return ("−" if value < 0 else "") + (text[1:] if text.startswith("0.") else text)
+
+
+def difference(found: Values, against: Values) -> str:
+    """Return a paired difference as text, with what can't be told from nothing in words."""
+    if not found.keys() & against.keys() or found == against:
+        return ""
+    pair = paired_difference(found, against)
+    said = ("" if pair.difference < 0 else "+") + _number(pair.difference, 3)
+    if pair.standard_error is None:
+        return said
+    said += f" ± {_number(pair.standard_error, 3)}"
+    return said if pair.distinguishable else f"{said}, not distinguishable"
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the table as Markdown."""
+    methods = list(dict.fromkeys(record["recipe"] for record in records))
+    by_recipe = {name: [record for record in records if record["recipe"] == name] for name in methods}
+    every = [one for record in records for _, parts in FORMS.values() for one in parts(record)]
+    others = list(dict.fromkeys(other for one in every for other in one.get("out_of_distribution", ())))
+    # Figures, and whether they are shown in percent.
+    more_figures: dict[str, tuple[Callable[[Record], float | None], bool]] = {
+        f"kept by BALD {KEPT}": (kept("disagreement"), True),
+        f"kept by entropy {KEPT}": (kept("entropy"), True),
+        **{f"AUROC {other}": (auroc(other), False) for other in others},
+    }
+    headings = ["", "ACC", "NLL", "ECE", *more_figures, f"NLL − {AGAINST}"]
+    # By network, form and figure: what another network has is no yardstick.
+    base = {
+        (own[0]["network"], form, key): values(own, form, lambda one, key=key: one.get(key))  # type: ignore[misc]
+        for name, own in by_recipe.items()
+        if name.endswith(f"-{AGAINST}")
+        for form in FORMS
+        for key in ("nll", "cnll")
+    }
+    rows = []
+    for name, own in by_recipe.items():
+        pairs = len(own[0]["peers"]) > 1
+        for form, (words, _) in FORMS.items():
+            if form == "as one" and not pairs:
+                continue
+            for nll, ece, more in (("nll", "ece", ""), ("cnll", "cece", ", temperature")):
+                figures = [values(own, form, lambda one, key=key: one.get(key)) for key in ("accuracy", nll, ece)]  # type: ignore[misc]
+                if not figures[1]:
+                    continue
+                title = name.rpartition("/")[2] + (f", {words}" if pairs else "") + more
+                cells = [cell(figures[0], True), cell(figures[1]), cell(figures[2])]
+                cells += ["" if more else cell(values(own, form, ask), part) for ask, part in more_figures.values()]
+                # A single network is compared with a peer, an ensemble with the ensemble.
+                rows.append([title, *cells, difference(figures[1], base.get((own[0]["network"], form, nll), {}))])
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, metavar="FILE")
+    print(table(read(parser.parse_args(words).records)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

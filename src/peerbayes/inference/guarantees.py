@@ -1,0 +1,189 @@
+"""What labelled images show of predictions: thresholds that keep a coverage or a risk, or why there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from peerbayes.data.splits import order
+from peerbayes.errors import InputError, nearest
+from peerbayes.math.guarantees import (
+    Method,
+    answered_from,
+    answers_for_risk,
+    conformal_scores,
+    conformal_threshold,
+    images_for_coverage,
+    risk_p_values,
+    risk_sequence,
+    risk_threshold,
+)
+from peerbayes.math.noise import Address
+from peerbayes.posteriors.certificate import CoveragePromise, RiskPromise
+
+FITTED = 0.25  # share of the images that choose the temperature and the order of tests, and promise nothing
+PENALTY = 0.01  # of a place, of RAPS
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What is to be promised.
+
+    Attributes:
+        coverage: chance of a set to hold the true class; None for no sets.
+        risk: most wrong answers among those that are given; None for an answer to every image.
+        delta: chance that the risk is larger all the same.
+        method: of the sets: ``lac``, ``aps`` or ``raps``.
+        by_class: whether coverage holds for every true class, and risk for every class that is answered.
+    """
+
+    coverage: float | None = None
+    risk: float | None = None
+    delta: float = 0.1
+    method: Method = "lac"
+    by_class: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("coverage", "risk", "delta"):
+            level = getattr(self, name)
+            if level is not None and not (isinstance(level, int | float) and 0 < level < 1):
+                raise InputError(f"{name} is {level!r}, expected a number between 0 and 1")
+        if self.method not in ("lac", "aps", "raps"):
+            raise InputError(
+                f"there is no method '{self.method}' of sets{nearest(self.method, ('lac', 'aps', 'raps'))}"
+            )
+
+        if self.by_class and not self.any:
+            raise InputError("by_class says how coverage or risk is promised; give one of them, too")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to promise."""
+        return self.coverage is not None or self.risk is not None
+
+
+def parts(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the images that choose, and of those that promise, in a random order of the seed."""
+    shuffled = order(count, Address(seed, "data", "certify"))
+    first = math.ceil(FITTED * count)
+    return shuffled[:first], shuffled[first:]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Predictions with the classes that are right.
+
+    Attributes:
+        log_probabilities: tempered, (N, C).
+        labels: (N,).
+    """
+
+    log_probabilities: Tensor
+    labels: Tensor
+
+    @property
+    def surest(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Probability and number of the most probable class, and whether it is right."""
+        confidence, classes = self.log_probabilities.double().exp().max(-1)
+        return confidence, classes, classes == self.labels
+
+
+def coverage_promise(
+    choosing: Labelled, showing: Labelled, promises: Promises, names: Sequence[str]
+) -> CoveragePromise:
+    """Return thresholds of sets; refuse a coverage that so many images do not show.
+
+    Args:
+        choosing: images that choose the rank of RAPS: the place up to which the true class is found often enough.
+        showing: images that choose the thresholds.
+        promises: what is to be promised.
+        names: of the classes.
+    """
+    assert promises.coverage is not None
+    level, method = promises.coverage, promises.method
+    how: dict[str, Any] = {}
+    if method == "raps":
+        places = (choosing.log_probabilities > _of_true(choosing.log_probabilities, choosing)[:, None]).sum(-1) + 1
+        how = {"penalty": PENALTY, "rank": int(places.double().quantile(level, interpolation="higher"))}
+    scores = conformal_scores(showing.log_probabilities.double().exp(), method, **how)
+    own = _of_true(scores, showing)
+    thresholds, counts = [], []
+    for number in range(len(names)) if promises.by_class else (None,):
+        of_class = own if number is None else own[showing.labels == number]
+        if len(of_class) < (fewest := images_for_coverage(level)):
+            of = "" if number is None else f" of class '{names[number]}'"
+            raise InputError(_too_few(f"coverage {level:g}", len(of_class), fewest, of))
+        thresholds.append(conformal_threshold(of_class, level))
+        counts.append(len(of_class))
+    return CoveragePromise(level=level, method=method, thresholds=thresholds, images=counts, **how)
+
+
+def risk_promise(choosing: Labelled, showing: Labelled, promises: Promises, names: Sequence[str]) -> RiskPromise:
+    """Return probabilities from which on an image is answered; refuse a risk that so many images do not show.
+
+    By class, each has its share ``delta / C``, so that all of them hold together.
+
+    Args:
+        choosing: images that choose the order of tests.
+        showing: images that are tested on.
+        promises: what is to be promised.
+        names: of the classes.
+    """
+    assert promises.risk is not None
+    risk, groups = promises.risk, range(len(names)) if promises.by_class else (None,)
+    delta, times = promises.delta / len(groups), len(showing.labels) / len(choosing.labels)
+    found, counts = [], []
+    for number in groups:
+        sequence = risk_sequence(*_answers(choosing, number), risk, delta, times)
+        confidence, correct = _answers(showing, number)
+        best = risk_threshold(confidence, correct, sequence, risk, delta)
+        if best is None:
+            of = "" if number is None else f" predicted as class '{names[number]}'"
+            raise InputError(_no_risk(confidence, correct, sequence, promises, delta, of))
+        found.append(best)
+        counts.append(len(confidence))
+    thresholds, answered, errors = (list(values) for values in zip(*found, strict=True))
+    about: dict[str, Any] = {"thresholds": thresholds, "images": counts, "answered": answered, "errors": errors}
+    return RiskPromise(level=risk, delta=promises.delta, **about)
+
+
+def _of_true(values: Tensor, images: Labelled) -> Tensor:
+    return values.gather(1, images.labels[:, None])[:, 0]
+
+
+def _answers(images: Labelled, number: int | None) -> tuple[Tensor, Tensor]:
+    """Return confidence, and whether it is right, of the images whose most probable class has a number."""
+    confidence, classes, correct = images.surest
+    chosen = slice(None) if number is None else classes == number
+    return confidence[chosen], correct[chosen]
+
+
+def _too_few(promise: str, count: int, fewest: int, of: str) -> str:
+    return (
+        f"{promise} can't be promised: {count} images{of} are left to show it on, and it takes at least {fewest}; "
+        f"hold out {math.ceil(fewest / (1 - FITTED))} validation images{of}, a quarter of which choose the temperature"
+    )
+
+
+def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Promises, delta: float, of: str) -> str:
+    """Return why a risk can't be promised, and how many images would show it."""
+    assert promises.risk is not None
+    promise = f"risk {promises.risk:g} (delta {promises.delta:g})"
+    fewest = answers_for_risk(promises.risk, delta)
+    assert fewest is not None
+    if len(confidence) < fewest:
+        return _too_few(promise, len(confidence), fewest, of)
+    counts, wrong = answered_from(confidence, correct, sequence)
+    p = risk_p_values(wrong, counts, promises.risk)
+    closest = int(p.argmin()) if float(p.min()) > delta else 0
+    count, errors = int(counts[closest]), int(wrong[closest])
+    told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
+    needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
+    if needed is None or not count:
+        return f"{told}, and no number of such images would show it; promise a higher risk"
+    enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
+    return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"
