@@ -14,7 +14,7 @@ from peerbayes.adopting import ENSEMBLE, Adoption, _difference, _losses, _verdic
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
-from peerbayes.runs.run import Run
+from peerbayes.runs.run import Run, peers_at
 from peerbayes.training.learner import Learner
 
 FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
@@ -40,7 +40,9 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adopted(place):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", place[0] / "run")
-    return json.loads(called(*words, "--peers", 2, "--extra-epochs", "--json", *FAST, *QUIET))
+    return json.loads(
+        called(*words, "--peers", 2, "--extra-epochs", "--distill", "--compress", "--json", *FAST, *QUIET)
+    )
 
 
 def test_the_plain_network_is_judged_as_it_is(place, adopted):
@@ -59,12 +61,44 @@ def test_the_plain_network_is_judged_as_it_is(place, adopted):
 
 def test_the_table_has_every_way_to_predict_with_what_it_costs(adopted):
     ways = ["plain", "plain, trained on", "Bayesian", "peer first", "peer second", "ensemble of peers"]
+    ways += ["distilled", "compressed"]
     assert [row["who"] for row in adopted["rows"]] == [f"{way}{end}" for way in ways for end in ("", " + temperature")]
-    assert [row["passes"] for row in adopted["rows"][::2]] == [1, 1, 3, 3, 3, 6]
+    assert [row["passes"] for row in adopted["rows"][::2]] == [1, 1, 3, 3, 3, 6, 1, 3]
     for raw, tempered in zip(adopted["rows"][::2], adopted["rows"][1::2], strict=True):
         assert raw["accuracy"] == tempered["accuracy"]
         assert tempered["temperature"] > 0
         assert raw["corrupted"]["accuracy"] <= raw["accuracy"]
+
+
+def test_what_is_made_smaller_is_made_of_the_chosen_width(place, adopted):
+    folder = place[0] / "run"
+    sizes = {row["who"]: row["bytes"] for row in adopted["rows"]}
+    assert sizes["compressed"] < sizes["distilled"] < sizes["Bayesian"]
+    chosen = folder / adopted["folders"]["bayesian"]
+    assert Run(folder / "distilled").recipe.teachers.runs == [str(chosen)]
+    assert Run(folder / "compressed").recipe.peers[0].start_from == str((chosen / "weights-net.safetensors").resolve())
+    assert (folder / "compressed" / "weights-net.safetensors").stat().st_size == sizes["compressed"]
+
+
+def test_the_folder_stands_for_what_is_shipped(place, adopted, tmp_path, capsys):
+    folder, ship = place[0] / "run", adopted["ship"]
+    assert pb.load(folder).folder == folder / adopted["folders"][ship["run"]]
+    images, _ = place[2].test.batch(torch.arange(3), torch.device("cpu"))
+    assert torch.equal(
+        pb.load(folder).predict(images).probabilities, Run(pb.load(folder).folder).predict(images).probabilities
+    )
+    record = json.loads((folder / "adopted.json").read_text())
+    for who, peer, names in (("peers", "second", ["second"]), ("peers", "ensemble", ["first", "second"])):
+        other = tmp_path / peer
+        other.mkdir()
+        (other / "adopted.json").write_text(json.dumps(
+            {"ship": {"run": who, "peer": peer}, "folders": {who: str((folder / record["folders"][who]).resolve())}}
+        ))  # fmt: skip
+        assert peers_at(other)[1] == names
+    (tmp_path / "adopted.json").write_text("{}")
+    assert refused(capsys, "predict", tmp_path, "x.png") == (
+        f"{tmp_path / 'adopted.json'}: does not say which run to ship"
+    )
 
 
 def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, adopted):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peerbayes import metrics
+from peerbayes.api.compressing import compress, compression
+from peerbayes.api.distilling import ALONE, distill, recipe_into, save_networks
 from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.errors import InputError
@@ -18,7 +21,7 @@ from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
-from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.out_of_distribution import MIXED
@@ -29,13 +32,15 @@ from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import dry_run, execute
 from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
-from peerbayes.runs.run import Run, slug
+from peerbayes.runs.run import ADOPTED, Run, slug
 from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
 
 RECIPE = "from-checkpoint"
 WIDTHS = (0.05, 0.1, 0.2)
 NET, PAIR = "net", ("first", "second")
+SMALL, STUDENT = "compress", "student"
+SMALLER = ("distilled", "compressed")
 FOLDS = 5
 FEWEST = 20  # mistakes among the validation images, below which no temperature is learnt of them
 KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
@@ -48,13 +53,15 @@ class Adopted:
 
     Attributes:
         folder: of all runs.
-        runs: by what was done: ``plain``, ``extra``, ``bayesian``, ``peers``.
+        runs: by what was done: ``plain``, ``extra``, ``bayesian``, ``peers``; then those that it was compared with.
         record: settings, validation NLL of every candidate, a row a way to predict, and what to ship.
+        evaluations: the records of the runs, as of `peerbayes.evaluate`.
     """
 
     folder: Path
     runs: Mapping[str, Run]
     record: Record
+    evaluations: Mapping[str, Record]
 
     @property
     def best(self) -> Run:
@@ -103,6 +110,7 @@ class Adoption:
         given = set_data(table, data, root)
         self._table = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}")).model_dump(exclude_none=True)
         self.data: Dataset = given or load_data(self._recipe({}), root)
+        self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
                              "--set data.validation=0.1, or validation= of peerbayes.data.load")  # fmt: skip
@@ -165,6 +173,36 @@ class Adoption:
         posterior = self._posterior(width)
         return self._job("peers", title, PAIR, "plain", posterior=posterior, stages=self._stages(**terms))
 
+    def smaller(self, which: str, before: Run, epochs: int, how: Mapping[str, Any]) -> Run:
+        """Return the run of what is made of the Bayesian network: one plain network, or a small codebook.
+
+        Args:
+            which: ``distilled`` or ``compressed``.
+            before: the run of the Bayesian network.
+            epochs: of training.
+            how: see `How`, with ``resume`` and ``reporter``.
+        """
+        changes, folder = [f"stages.0.epochs={epochs}", "stages.0.warmup=0"], self.folder / which
+        if which == "compressed":
+            changes.append(f"evaluation.draws={self._table['evaluation']['draws']}")
+        if self.module is not None:
+            given: dict[str, Any] = {"run": folder, "seed": self.seed, "overrides": changes, **how}
+            if which == "distilled":
+                distill(before, into=self.module, data=self.data, recipe=ALONE, **given)
+            else:
+                compress(before, into=SMALL, **given)
+            return Run(folder, {STUDENT if which == "distilled" else NET: self.module})
+        if which == "distilled":
+            job = Job(recipe_into(ALONE, [before.folder], changes), folder, self.seed)
+        else:
+            job = compression(before.folder, SMALL, "sharing/stage1", changes, folder, self.seed)
+        job = replace(job, given=replace(job.given, data=self._given))
+        options = {key: value for key, value in how.items() if key not in ("resume", "reporter")}
+        (done,) = execute(resolve([job]), How(**options), resume=how["resume"], reporter=how["reporter"])
+        if which == "distilled":
+            save_networks(done)
+        return done
+
     def _posterior(self, width: float) -> dict[str, Any]:
         (peer,) = self._table["peers"]
         return {**peer["posterior"], "gain": width}
@@ -199,10 +237,12 @@ def adopt(
     peers: int = 0,
     epochs: int = 5,
     extra_epochs: bool = False,
+    smaller: Sequence[str] = (),
     widths: Sequence[float] = WIDTHS,
     new_head: bool = False,
     normalize: Choice = "auto",
     corrupted: str | Path | None = MIXED,
+    compare: Mapping[str, Run] = MappingProxyType({}),
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -224,10 +264,13 @@ def adopt(
         peers: 2 for two networks of the chosen width that teach each other, too.
         epochs: of each run.
         extra_epochs: train the network itself as many more epochs, too, for a fair comparison.
+        smaller: what else to make of the Bayesian network: ``"distilled"`` into one plain network, ``"compressed"``
+            into a small codebook.
         widths: of scales, as ``gain`` of `MeanField`.
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
         normalize: how a module expects its images, see `peerbayes.networks.normalised`.
         corrupted: what else to evaluate images on, see `peerbayes.evaluate`; None for nothing.
+        compare: other runs over the same data, such as an ensemble, for the table alone, by what to call them.
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
@@ -235,6 +278,11 @@ def adopt(
         how: see `How`.
     """
     refuse_unknown(how, adopt)
+    smaller = listed(smaller)
+    if unknown := [which for which in smaller if which not in SMALLER]:
+        raise InputError(f"smaller: '{unknown[0]}': expected {' or '.join(SMALLER)}")
+    if taken := {*TITLES} & {*compare}:
+        raise InputError(f"compare: '{min(taken)}' is what a run of the adoption is called; choose another name")
     folder = Path(run) if run is not None else default_adopted(network)
     adoption = Adoption(
         network, data, folder, name=name, peers=peers, epochs=epochs, extra_epochs=extra_epochs, widths=widths,
@@ -260,11 +308,21 @@ def adopt(
     if adoption.with_peers:
         chosen |= trained({"peers": adoption.peers(width)})
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
+    for which in smaller:
+        further = {**how, "resume": resume and (folder / which).exists(), "reporter": reporter}
+        chosen[which] = adoption.smaller(which, chosen["bayesian"], epochs, further)
+        losses[which] = _losses(chosen[which], adoption.data, device)
+    for who, one in compare.items():
+        chosen[who], losses[who] = one, _losses(one, adoption.data, device)
     bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
     judged = {}
     for who, one in chosen.items():
-        judged[who] = evaluate(one, data=adoption.data, corrupted=bad, device=device, root=how.get("root"))
-        write_report(one, judged[who])
+        judged[who] = evaluate(
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
+            root=how.get("root"),
+        )  # fmt: skip
+        if who not in compare:
+            write_report(one, judged[who])
     rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
     record: Record = {
         "network": str(network) if adoption.module is None else type(network).__name__,
@@ -277,10 +335,11 @@ def adopt(
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
         "width": width,
         "corrupted": None if bad is None else str(bad),
-        "folders": {who: one.folder.name for who, one in chosen.items()},
+        "folders": {who: str(one.folder) if who in compare else one.folder.name for who, one in chosen.items()},
         "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
     }
-    record["ship"], record["verdict"] = _verdict([row for row in rows if after or row["temperature"] is None])
+    candidates = [row for row in rows if row["run"] not in compare and (after or row["temperature"] is None)]
+    record["ship"], record["verdict"] = _verdict(candidates)
     told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
     record["verdict"] += f". Widths by validation NLL: {told}."
     if not after:
@@ -288,8 +347,8 @@ def adopt(
             f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
             "to choose a temperature by."
         )
-    write_record(folder / "adopted.json", record)
-    return Adopted(folder, chosen, record)
+    write_record(folder / ADOPTED, record)
+    return Adopted(folder, chosen, record, judged)
 
 
 def default_adopted(network: Network) -> Path:
@@ -343,7 +402,8 @@ def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
     return int((run.predict_split(NET, split, 1, device)[0].argmax(1) != split.labels).sum())
 
 
-TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer"}
+TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer",
+          "distilled": "distilled", "compressed": "compressed"}  # fmt: skip
 
 
 def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -> list[dict[str, Any]]:
@@ -352,10 +412,12 @@ def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -
     judged = [*record["peers"], *([record[ENSEMBLE] | {"name": ENSEMBLE}] if ENSEMBLE in record else [])]
     for one in judged:
         whole = one["name"] == ENSEMBLE
-        title = "ensemble of peers" if whole else TITLES[who] + f" {one['name']}" * (who == "peers")
+        title = TITLES.get(who, who) + f" {one['name']}" * (len(record["peers"]) > 1)
+        title = f"ensemble of {TITLES[who]}s" if whole and who in TITLES else who if whole else title
         members = record["peers"] if whole else [one]
         passes = sum(record["draws"] if peer["disagreement"] > 0 else 1 for peer in members)
         bad = one.get("corrupted", {})
+        outside = one.get("out_of_distribution", {}).values()
         for after in (False, True):
             own = losses[one["name"], after]
             nll, ece = ("cnll", "cece") if after else ("nll", "ece")
@@ -369,6 +431,7 @@ def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -
                 "nll": one[nll],
                 "ece": one[ece],
                 "kept_accuracy": None if after else retention.get(KEPT),
+                "auroc": None if after or not outside else sum(one["auroc"] for one in outside) / len(outside),
                 "corrupted": {"accuracy": bad["accuracy"], "nll": bad[nll], "ece": bad[ece]} if bad else None,
                 "passes": passes,
                 "bytes": sum(peer["bytes"] for peer in members),
@@ -410,13 +473,16 @@ def _passes(row: Record) -> str:
 
 
 def adoption_table(record: Record) -> str:
-    """Return the rows as a table: the test split, the most certain images, corrupted ones, and costs."""
+    """Return the rows as a table: the test split, the most certain images, others by entropy, corrupted ones, costs."""
     bad = record["corrupted"] is not None
-    heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
+    outside = any(row["auroc"] is not None for row in record["rows"])
+    heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["AUROC"] * outside]
+    heads += [*["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
     lines = [["", *heads]]
     for row in record["rows"]:
         cells = [row["who"], *_figures(row)]
         cells.append("" if row["kept_accuracy"] is None else f"{100 * row['kept_accuracy']:.2f}")
+        cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []
         lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
     return "\n".join(aligned(lines, left=1))

@@ -1,69 +1,174 @@
-"""The main job on embedded data: four methods, several seeds, one table, two figures, one page."""
+"""What `adopt` makes of a plain network, on embedded data: several seeds, one table, one page."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+from peerbayes.adopting import KEPT, adopt
 from peerbayes.api.fitting import train
+from peerbayes.data.dataset import Dataset, from_arrays, load
+from peerbayes.metrics.spread import PairedDifference, paired_difference
 from peerbayes.posteriors.storage import write_bytes
-from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.figures import png, reliability_figure, retention_figure
 from peerbayes.reports.page import report_page
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate, write_record
-from peerbayes.runs.run import Run, default_folder
+from peerbayes.reports.records import write_record
+from peerbayes.reports.tables import cell
+from peerbayes.runs.run import Run
+from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
 
-SOURCE, OTHERS = "dnn", ("vanilla", "dml", "ours")
+TRAIN, VALIDATION = 300, 500  # digits to learn and to choose by; the other 997 are the test split
+NETWORK, EPOCHS, MORE = "resnet8", 60, 20  # of the plain network, and of all that is made of it
+OUTSIDE = "photographs"
+PAIR = "two plain networks"
+TEMPERED, SHIPPED = "plain + temperature", "adopted: what it ships"
+WAYS = {  # rows of the table, by their names in the rows of an adoption
+    "plain": "plain",
+    TEMPERED: TEMPERED,
+    "plain, trained on + temperature": "plain, trained on + temperature",
+    SHIPPED: "",
+    "  one Bayesian + temperature": "Bayesian + temperature",
+    "  two peers + temperature": "ensemble of peers + temperature",
+    f"{PAIR} + temperature": f"{PAIR} + temperature",
+}
+Figure = Callable[[Record], float | None]
+FIGURES: Mapping[str, tuple[Figure, float]] = {
+    "ACC": (lambda row: row["accuracy"], 100),
+    "NLL": (lambda row: row["nll"], 1),
+    "ECE": (lambda row: row["ece"], 1),
+    f"surest {100 * float(KEPT):g} %": (lambda row: row["kept_accuracy"], 100),
+    "shift NLL": (lambda row: row["corrupted"]["nll"], 1),
+    "shift ECE": (lambda row: row["corrupted"]["ece"], 1),
+    "OOD AUROC": (lambda row: row["auroc"], 1),
+}
+COMPARED = ("NLL", "shift NLL")
+
+
+def few_digits() -> Dataset:
+    """Return scikit-learn's digits with few of them to learn; the split is the same every time."""
+    whole = load("digits")
+    parts = [split.batch(torch.arange(len(split)), torch.device("cpu")) for split in (whole.train, whole.test)]
+    images, labels = (torch.cat(part) for part in zip(*parts, strict=True))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    split = order.split([TRAIN, VALIDATION, len(order) - TRAIN - VALIDATION])
+    learnt, held, test = ((images[rows], labels[rows]) for rows in split)
+    return from_arrays(learnt, test, held, name=f"{TRAIN} digits")
 
 
 def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
-    """Train (or go on with) ``mutual/digits-*`` over some seeds into ``out``, and return the records.
+    """Train (or go on with) plain networks over some seeds, and adopt them; return a record of adoption a seed.
 
-    The networks are far too small to keep several cores busy, so the runs go side by side, one core each.
+    Args:
+        out: folder of all runs, the records and the page.
+        seeds: what begins and orders training; the data are split the same way.
+        reporter: is told which seeds are done.
     """
-    first = [(SOURCE, seed) for seed in seeds]
-    rest = [(method, seed) for method in OTHERS for seed in seeds]
-    records: dict[tuple[str, int], Record] = {}
-    reporter.headline(f"{len(first) + len(rest)} runs on digits, a core each")
-    workers = min(os.cpu_count() or 1, len(rest))
+    done: dict[int, tuple[Record, list[Record]]] = {}
+    reporter.headline(f"{len(seeds)} seeds of 9 networks on {TRAIN} digits, a core a seed")
+    # The networks are far too small to keep several cores busy, so the seeds go side by side, one core each.
+    workers = min(os.cpu_count() or 1, len(seeds))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-        for wave in (first, rest):  # the others start from the deterministic networks
-            futures = {pool.submit(_work, out, *job): job for job in wave}
-            for future in as_completed(futures):
-                job = futures[future]
-                records[job] = future.result()
-                done = f"{len(records):>2}/{len(first) + len(rest)}"
-                reporter.headline(f"{done}  {job[0]:<8} seed {job[1]}  {records[job]['seconds']:.1f} s")
-    ordered = [records[job] for job in (*first, *rest)]
-    _report(out, ordered, seeds[-1])
-    return ordered
+        futures = {pool.submit(_work, out, seed): seed for seed in seeds}
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            reporter.headline(f"seed {futures[future]} is done ({len(done)} of {len(seeds)})")
+    records = [done[seed][0] for seed in seeds]
+    write_record(out / "records.json", records)
+    evaluations = [done[seed][1][place] for place in range(len(done[seeds[0]][1])) for seed in seeds]
+    heading = f"What `adopt` makes of a plain network, on {TRAIN} digits"
+    first = [table(records), differences(records)]
+    page = report_page(evaluations, heading, {}, summaries=first, findings=findings(records))
+    write_bytes(out / "report.html", page.encode())
+    return records
 
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _work(out: Path, method: str, seed: int) -> Record:
-    name = f"mutual/digits-{method}"
-    folder = default_folder(name, seed, out / "runs")
-    done = train(load_recipe(name), folder, seed=seed, resume=folder.exists(), device="cpu")
-    record = evaluate(done, device="cpu")
-    write_record(folder / "evaluation.json", record)
-    return record
+def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
+    data, place = few_digits(), out / f"seed{seed}"
+
+    def trained(recipe: str) -> Run:
+        folder = place / recipe
+        shorter = ["peers.*.network=" + NETWORK, f"stages.0.epochs={EPOCHS}", "data.batch_size=64"]
+        return train(recipe, folder, data=data, seed=seed, overrides=shorter, resume=folder.exists(), device="cpu")
+
+    plain, pair = trained("plain"), trained("ensemble")
+    adopted = adopt(
+        plain.weights_file("net"), name=NETWORK, data=data, run=place / "adopted", peers=2, epochs=MORE,
+        extra_epochs=True, compare={PAIR: pair}, seed=seed, resume=True, device="cpu",
+        overrides=[f"evaluation.out_of_distribution=['{OUTSIDE}']"], reporter=Reporter(),
+    )  # fmt: skip
+    evaluations = []
+    for who, one in adopted.evaluations.items():  # settings differ where another width was chosen
+        own = {key: value for key, value in one.items() if not key.startswith("settings")}
+        evaluations.append({**own, "method": who, "recipe": who})
+    return adopted.record, evaluations
 
 
-def _report(out: Path, records: list[Record], seed: int) -> None:
-    write_record(out / "records.json", records)
-    write_bytes(out / "retention.png", png(retention_figure(records)))
-    write_bytes(out / "reliability.png", png(reliability_figure(records)))
-    last = Run(default_folder("mutual/digits-ours", seed, out / "runs"))
-    caption = f"Ours, seed {seed}: what each term contributes, averaged over peers."
-    page = report_page(records, "Learning from one another, on digits", {caption: last.metrics})
-    write_bytes(out / "report.html", page.encode())
+def _row(record: Record, way: str) -> Record:
+    """Return the figures of a way to predict; those by entropies are of before any temperature."""
+    rows = {row["who"]: row for row in record["rows"]}
+    name = WAYS[way] or record["ship"]["who"]
+    before = rows[name.removesuffix(" + temperature")]
+    return {**rows[name], "kept_accuracy": before["kept_accuracy"], "auroc": before["auroc"]}
+
+
+def _values(records: Sequence[Record], way: str, heading: str) -> dict[int, float]:
+    figure, scale = FIGURES[heading]
+    return {record["seed"]: scale * (figure(_row(record, way)) or 0.0) for record in records}
+
+
+def table(records: Sequence[Record]) -> list[list[str]]:
+    """Return a row a way to predict, mean ± standard error over the seeds, below a row of heads."""
+    lines = [["", *FIGURES, "passes"]]
+    for way in WAYS:
+        cells = [cell([*_values(records, way, heading).values()], scale) for heading, (_, scale) in FIGURES.items()]
+        passes = sorted({_row(record, way)["passes"] for record in records})
+        lines.append([way, *cells, " to ".join(map(str, dict.fromkeys((passes[0], passes[-1]))))])
+    return lines
+
+
+def differences(records: Sequence[Record]) -> list[list[str]]:
+    """Return a row a way, paired differences from the temperature alone, below a row of heads."""
+    lines = [[f"minus {TEMPERED}, paired", *COMPARED]]
+    for way in list(WAYS)[2:]:
+        found = (_difference(records, way, heading) for heading in COMPARED)
+        lines.append([way, *(one.describe("").split(" (")[0] + " " + " *"[one.distinguishable] for one in found)])
+    return lines
+
+
+def _difference(records: Sequence[Record], way: str, heading: str) -> PairedDifference:
+    return paired_difference(_values(records, way, heading), _values(records, TEMPERED, heading))
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """Return what the marks mean, what was shipped, and who is ahead of the temperature by more than an error."""
+    shipped = "; ".join(f"seed {record['seed']}: {record['ship']['who']}" for record in records)
+    ahead = [way.strip() for way in list(WAYS)[2:] if all(_ahead(records, way, heading) for heading in COMPARED)]
+    best = f"Ahead of {TEMPERED} by more than a standard error in both: {'; '.join(ahead) or 'nothing'}."
+    if SHIPPED not in ahead:
+        best += " What `adopt` ships is not."
+    return [
+        f"ACC in percent; mean ± standard error over {len(records)} seeds; *: p < .05 in a paired t-test.",
+        f"Shipped, by {VALIDATION} validation images: {shipped}.",
+        best,
+    ]
+
+
+def _ahead(records: Sequence[Record], way: str, heading: str) -> bool:
+    found = _difference(records, way, heading)
+    return -found.difference > (found.standard_error or 0.0)
+
+
+def text(records: Sequence[Record]) -> str:
+    """Return the tables and findings as plain text."""
+    tables = ("\n".join(aligned(lines, left=1)) for lines in (table(records), differences(records)))
+    return "\n\n".join([*tables, "\n".join(findings(records))])

@@ -102,6 +102,8 @@ def test_a_data_set_says_what_it_holds():
     assert page.texts[8] == f"12: {', '.join(names[:10])} and 2 more"
     assert "i" not in page.tags
     assert "3 × 5 × 4" in page.texts
+    sizes = "'mine & yours': 48 training, 12 validation, 60 test images"
+    assert repr(data) == f"Dataset({sizes}; 12 classes, each 3×5×4)"
 
 
 def test_progress_is_shown_where_somebody_looks(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +28,12 @@ PEERS, TEXT = "peers", "text"  # what is trained where nothing else is said
 
 
 def train(
-    recipe: str | Path | Recipe,
-    run: str | Path,
+    recipe: str | Path | Recipe | None = None,
+    run: str | Path | None = None,
     *,
     data: Any = None,
+    network: str | None = None,
+    epochs: int | None = None,
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -40,9 +43,11 @@ def train(
     """Train a recipe into a run folder; runs that its peers start from are trained first if they are missing.
 
     Args:
-        recipe: a recipe, its name or its file.
-        run: the run folder.
+        recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
+        run: the run folder; by default that of the recipe and seed.
         data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
+        network: of all peers, by name, in the place of the recipe's.
+        epochs: in all; milestones and warm-up in proportion.
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
@@ -60,7 +65,11 @@ def train(
         >>> folder.cleanup()
     """
     refuse_unknown(how, train)
-    job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
+    if recipe is None and data is None:
+        raise InputError("train: name a recipe, or give data")
+    job = job_for(
+        recipe, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=how.get("root")
+    )
     return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
 
@@ -72,6 +81,7 @@ def fit(
     run: str | Path | None = None,
     teachers: Sequence[Posterior] = (),
     normalize: Choice = "auto",
+    epochs: int | None = None,
     seed: int = 0,
     overrides: str | Sequence[str] = (),
     resume: bool = False,
@@ -91,6 +101,7 @@ def fit(
         normalize: how networks from elsewhere expect their images: ``"imagenet"``, ``"data"``, (mean, std), or None for
             in [0, 1] or by themselves; ``"auto"`` takes what timm and torchvision note, see
             `peerbayes.networks.normalised`.
+        epochs: in all; milestones and warm-up in proportion.
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
@@ -113,8 +124,8 @@ def fit(
     refuse_unknown(how, fit)
     check_seed(seed)
     overrides = listed(overrides)
-    if recipe is None or run is None or isinstance(peers, nn.Module):
-        job = job_for(recipe, run, seed, data=data, overrides=overrides, root=how.get("root"))
+    if recipe is None or run is None or epochs is not None or isinstance(peers, nn.Module):
+        job = job_for(recipe, run, seed, data=data, epochs=epochs, overrides=overrides, root=how.get("root"))
         recipe, run, overrides = job.recipe, job.folder, ()
         data = data if job.given.data is None else job.given.data
         peers = _made_over(peers, job) if isinstance(peers, nn.Module) else peers
@@ -174,14 +185,14 @@ def job_for(
     base = base if epochs is None else over_epochs(base, epochs)
     table = base.model_dump(exclude_none=True)
     given = None if data is None else set_data(table, data, root)
-    for peer in table["peers"] if network is not None else ():
-        peer["network"] = network
     chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
     if recipe is None or any(peer.network == AUTO for peer in chosen.peers):
         loaded = load_data(chosen, root) if given is None else given
         if recipe is None and loaded.vocabulary is not None:
             return job_for(TEXT, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=root)
         chosen, given = load_recipe(fitted_to(chosen, loaded), overrides), loaded
+    if network is not None:
+        chosen = load_recipe(chosen, ["peers.*.network=" + json.dumps(network), *overrides])
     folder = Path(run) if run is not None else default_folder(base.name, seed)
     return Job(chosen, folder, seed, Given(data=given))
 

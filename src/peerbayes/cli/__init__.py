@@ -84,10 +84,16 @@ def _stopped(error: Stopped, words: list[str]) -> str:
     return f"{said}; --{notes[0]}" if verb in RESUMED else said
 
 
+INSTEAD = {"--epochs": "stages.0.epochs=N", "--data": "data.name=NAME", "--network": "peers.0.network=NAME"}
+
+
 def _help_of(error: Any, words: list[str]) -> str:
-    """Return what an option is for that was given without its value."""
+    """Return what an option is for that was given without its value, or what to say where a verb does not have it."""
     option = getattr(error, "option_name", None)
     verb = getattr(typer.main.get_command(app), "commands", {}).get(words[0]) if option and words else None
+    options = {name for parameter in getattr(verb, "params", ()) for name in parameter.opts}
+    if option in INSTEAD and "--set" in options and option not in options:
+        return f"; {words[0]} takes --set {INSTEAD[option]}"
     told = [parameter.help for parameter in getattr(verb, "params", ()) if option in parameter.opts]
     return f" {told[0]}" if told and told[0] else ""
 
@@ -119,6 +125,6 @@ def main(arguments: list[str] | None = None) -> Any:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
-        words = error.format_message() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
+        words = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
         say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
         sys.exit(2)

@@ -91,6 +91,7 @@ def train(
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
     from peerbayes.api.fitting import PEERS, job_for
+    from peerbayes.recipes.recipe import is_recipe
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
@@ -99,6 +100,10 @@ def train(
             "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
         )
     recipes = recipes or []
+    for given in map(Path, recipes):
+        images = given.is_dir() and not is_recipe(str(given)) and not (given / "recipe.toml").exists()
+        if images or given.suffix in (".csv", ".npz", ".json"):
+            raise InputError(f"train {given}: expected a recipe; data are given by --data {given}")
     if len(set(recipes)) < len(recipes):
         raise InputError(f"train {' '.join(recipes)}: a recipe is given twice")
     if seeds is not None and seed:
@@ -182,6 +187,8 @@ def adopt(
     extra_epochs: Annotated[
         bool, typer.Option("--extra-epochs", help="Also train the plain network as many more epochs.")
     ] = False,
+    distill: Annotated[bool, typer.Option("--distill", help="Also one plain network that learns from it.")] = False,
+    compress: Annotated[bool, typer.Option("--compress", help="Also the same in a small codebook.")] = False,
     width: Annotated[
         list[float] | None,
         typer.Option(help="Width of scales to try; may be repeated.", show_default="0.05, 0.1, 0.2"),
@@ -230,6 +237,7 @@ def adopt(
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
+        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
         resume=resume,
         reporter=reporter(quiet),
         **settings,

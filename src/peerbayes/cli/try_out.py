@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
-from peerbayes.cli.output import reporter, say, show
+from peerbayes.cli.output import reporter, say
 
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record
@@ -26,18 +26,19 @@ BENCH_UNITS = {
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for runs, figures and the report.")] = Path("demo"),
-    seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0,1,2",
+    out: Annotated[Path, typer.Option(help="Folder for runs, records and the report.")] = Path("demo"),
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0,1,2,3",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train DNN, Vanilla, DML and Ours on embedded data; print the paper's table, draw the figures."""
+    """Adopt plain networks on embedded data; compare them with a temperature and an ensemble, in a table and a page."""
     from peerbayes import demo as room
 
     records = room.run(out, parse_seeds(seeds), reporter(quiet))
-    show(records, as_json, many=True)
-    if not as_json:
-        say(f"\n{out / 'report.html'}, {out / 'retention.png'}, {out / 'reliability.png'}")
+    if as_json:
+        say(json.dumps(records, indent=1))
+    else:
+        say(f"{room.text(records)}\n\n{out / 'report.html'}")
 
 
 def bench(

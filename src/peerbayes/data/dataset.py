@@ -39,6 +39,7 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
+from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import IMAGENET_STATS
 from peerbayes.networks.registry import WordVectors
 from peerbayes.showing import html_facts
@@ -116,6 +117,10 @@ class Dataset:
                 found.update(f"{len(split)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.shape)) + ("" if self.vocabulary is None else " token numbers")
+        return f"Dataset({self.description}; {self.classes:,} classes, each {shape})"
 
     def _repr_html_(self) -> str:
         named = ", ".join((self.class_names or ())[:NAMED])
@@ -440,6 +445,9 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
         return read_corpus(Path(place), want_train)
     if Path(place).is_dir():
         return read_folder(Path(place), want_train)
+    if is_checkpoint(place):
+        raise InputError(f"{place}: holds weights, expected data; the network that they are of is made the best of by "
+                         "'peerbayes adopt'")  # fmt: skip
     if Path(place).suffix != ".npz":
         raise InputError(f"{place}: expected an .npz file, an image folder, a table of texts or image paths (.csv), "
                          "texts (.json) or a known name")  # fmt: skip
@@ -459,7 +467,12 @@ def _located(name: str | Path, root: Path | str | None) -> str | Path:
     place = next((place for place in (path, base / path) if place.exists()), None)
     if place is not None:
         return place
-    hint = "; data in memory has to be given again" if name == IN_MEMORY else nearest(str(name), names())
+    beside = [str(path.parent / one.name) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = nearest(str(path), [*names(), *beside])
+    if name == IN_MEMORY:
+        hint = "; data in memory has to be given again"
+    elif not hint.startswith("; did"):
+        hint = nearest(str(name), names())
     looked = f"{path} does not exist" if path.is_absolute() else f"neither {path} nor {base / path} exists"
     raise InputError(f"no data set '{name}': not a known name, and {looked}{hint}")
 

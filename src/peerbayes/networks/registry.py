@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -189,15 +190,35 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     builder = imported(path, "network")
     if not callable(builder):
         raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
+    known = {**dict.fromkeys(("classes", "num_classes"), inputs.classes),
+             **dict.fromkeys(("channels", "in_channels", "in_chans"), inputs.shape[0])}  # fmt: skip
+    wanted = _wanted(builder, known)
     try:
-        built = builder(inputs)
+        built = builder(inputs) if wanted is None else builder(**{name: known[name] for name in wanted})
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"network '{path}' can't be built: {reason(error)}") from error
+        given = "inputs" if wanted is None else ", ".join(f"{name}={known[name]}" for name in wanted)
+        raise InputError(
+            f"network '{path}' can't be built: called with ({given}), it says: {reason(error)}; it may "
+            "take inputs (peerbayes.networks.Inputs), num_classes and in_channels, or nothing"
+        ) from error
     if not isinstance(built, nn.Module):
         raise InputError(f"network '{path}' returned {type(built).__name__}, expected a torch.nn.Module")
     return built
+
+
+def _wanted(builder: Callable[..., Any], known: Mapping[str, int]) -> list[str] | None:
+    """Return what of the data a builder takes by name; None for one that takes `Inputs`, as its first argument."""
+    try:
+        parameters = list(inspect.signature(builder).parameters.values())
+    except (TypeError, ValueError):  # of a built-in
+        return None
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    needed = [one.name for one in parameters if one.name in named and one.default is one.empty]
+    if "inputs" in named or any(one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in parameters):
+        return None
+    return [name for name in named if name in known] if set(needed) <= set(known) else None
 
 
 AUTO = "auto"

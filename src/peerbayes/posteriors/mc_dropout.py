@@ -82,7 +82,14 @@ class MCDropout(Point):
     def training_pass(
         self, inputs: Tensor, flat: Tensor, extra: Tensor | None, layers: Sequence[str] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits and features; refuse, once, a network that passes by its dropout in evaluation mode."""
+        """Return logits and features; refuse, once, a network that passes by its dropout in evaluation mode.
+
+        Args:
+            inputs: a batch.
+            flat: the Bayesian weights and the masks' numbers.
+            extra: as of `Posterior.training_weights`.
+            layers: whose outputs are the features.
+        """
         if not self._tried and not torch.compiler.is_compiling():
             self._check(inputs, flat)
             self._tried = True

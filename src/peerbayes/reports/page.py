@@ -18,6 +18,7 @@ from peerbayes.reports.record import Record
 from peerbayes.reports.records import write_record
 from peerbayes.reports.weights import shared_picture
 from peerbayes.runs.run import Run
+from peerbayes.showing import html_table
 
 
 def report_page(
@@ -25,8 +26,19 @@ def report_page(
     heading: str,
     metrics: Mapping[str, Sequence[Mapping[str, Any]]],
     more: Mapping[str, Figure] | None = None,
+    summaries: Sequence[Sequence[Sequence[str]]] = (),
+    findings: Sequence[str] = (),
 ) -> str:
-    """Return the page for some records; by caption, ``metrics`` are epochs' lines to draw, ``more`` other figures."""
+    """Return the page for some records.
+
+    Args:
+        records: what to show.
+        heading: of the page.
+        metrics: epochs' lines to draw, by caption.
+        more: other figures, by caption.
+        summaries: tables to begin with: rows, the first of them its head.
+        findings: sentences below them.
+    """
     drawn = [
         ("Accuracy on the images a peer is surest of, by entropy and by disagreement. A point's disagreement is 0 for "
          "every image, so its line is flat there: the accuracy of all images.",
@@ -42,6 +54,8 @@ def report_page(
     template = environment.from_string(resources.files("peerbayes.reports").joinpath("page.html").read_text("utf-8"))
     return template.render(
         heading=heading,
+        summaries=[html_table(lines, 1) for lines in summaries],
+        findings=findings,
         subheading=", ".join(dict.fromkeys(" · ".join(filter(None, (r["dataset"], r["network"]))) for r in records)),
         main=_table(records, tables.FIGURES),
         last={heading: _table(found, tables.LAST) for heading, found in tables.last_headings(records).items()},

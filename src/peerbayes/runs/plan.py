@@ -242,6 +242,8 @@ class _Resolver:
         if folder in self._wanted and folder != job.folder.resolve():
             return self.node(self._wanted[folder])
         if is_checkpoint(source):
+            if not path.exists():
+                raise InputError(f"peer '{peer.name}': start_from: {source}: no such file")
             return path
         if (path / "recipe.toml").is_file():
             return only_weights(Run(path), peer)

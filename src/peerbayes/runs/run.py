@@ -44,6 +44,7 @@ from peerbayes.showing import Page, html_facts, html_table
 from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
+ADOPTED = "adopted.json"  # what an adoption says of its runs
 WEIGHTS = "model.safetensors"  # of the only peer of an export
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
@@ -152,7 +153,7 @@ class Run(Mapping[str, Posterior]):
     def __init__(
         self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None, *, trust: bool = False
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = shipped(folder)[0]
         if not (self.folder / "recipe.toml").is_file():
             raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
         self.recipe = read_recipe(self.folder, networks_by_peer or (), trust=trust)
@@ -473,7 +474,9 @@ def read_recipe(folder: Path, given: Container[str] = (), *, trust: bool = False
 
 def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
     """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
-    path = Path(path).expanduser()
+    path, peer = shipped(Path(path).expanduser())
+    if peer is not None:
+        path = path / f"weights-{peer}.safetensors"
     if path.suffix == ".safetensors" and not path.exists():
         raise InputError(f"{path}: there is no such file")
     if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
@@ -483,6 +486,23 @@ def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
+
+
+def shipped(folder: str | Path) -> tuple[Path, str | None]:
+    """Return the run that the folder of an adoption ships, and which of its peers; any other path as it is, and None.
+
+    All peers as one are None, too.
+    """
+    folder = Path(folder)
+    if (folder / "recipe.toml").is_file() or not (folder / ADOPTED).is_file():
+        return folder, None
+    record = read_json(folder / ADOPTED)
+    try:
+        run, peer = record["ship"]["run"], record["ship"]["peer"]
+        path = folder / record["folders"][run]
+    except (KeyError, TypeError):
+        raise InputError(f"{folder / ADOPTED}: does not say which run to ship") from None
+    return path, peer if (path / f"weights-{peer}.safetensors").is_file() else None
 
 
 def _judged(record: Mapping[str, Any]) -> str:
