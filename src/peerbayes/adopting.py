@@ -282,6 +282,8 @@ def adopt(
     record["ship"], record["verdict"] = _verdict([row for row in rows if after or row["temperature"] is None])
     told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
     record["verdict"] += f". Widths by validation NLL: {told}."
+    if len(tried) > 1 and width == max(tried):
+        record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
     if not after:
         record["verdict"] += (
             f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
