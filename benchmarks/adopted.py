@@ -479,9 +479,9 @@ def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return means
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return mean and standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Return mean and standard error, of which a single value has none."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "error": error}
 
 

@@ -1,6 +1,7 @@
 """The script that measures what `adopt` makes of pretrained networks: its data, and what it sums up."""
 
 import importlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -84,4 +85,7 @@ def test_differences_are_paired_and_compare_with_the_better_plain_row_by_validat
     assert {line["base"] for line in found.values()} == {"plain + temperature"}
     assert found["adopted"]["test nll less base"] == pytest.approx({"mean": -0.2, "error": 0.1 / 3**0.5})
     assert found["adopted"]["seeds"] == [0, 1, 2]
+    alone = script.summed_up(rows[:3])
+    assert json.dumps(alone, allow_nan=False)  # one seed has no standard error
+    assert alone[0]["test nll"] == {"mean": 1.0, "error": None}
     assert "test nll less base" not in found["plain + temperature"]
