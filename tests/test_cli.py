@@ -288,7 +288,7 @@ BAD_SETTINGS = {
     ),
     "missing start": (change("peers.0.start_from=nowhere"), "start_from 'nowhere' is neither a recipe, a run folder"),
     "missing start file": (change("peers.0.start_from=no.safetensors"), "no.safetensors: no such file"),
-    "pickled start": (change("peers.0.start_from=no.pt"), "start_from 'no.pt' is neither"),
+    "pickled start": (change("peers.0.start_from=no.pt"), "no.pt: no such file"),
     "unknown device": (["--device", "abacus"], "device 'abacus' can't be used: "),
     "absent device": (["--device", "cuda:99"], "device 'cuda:99' can't be used: "),
     "device by another name": (
@@ -297,7 +297,7 @@ BAD_SETTINGS = {
     ),
     "end of a key": (
         change("epochs=2"),
-        "small.toml: --set epochs=2: there is no key 'epochs'; did you mean 'stages.*.epochs'?",
+        "recipe small: --set epochs=2: there is no key 'epochs'; did you mean 'stages.*.epochs'?",
     ),
     "end of several keys": (change("prior_std=2"), "did you mean 'peers.*.posterior.prior_std'?"),
     "key of a peer": (change("network=mlp"), "there is no key 'network'; did you mean 'peers.*.network'?"),
@@ -657,7 +657,7 @@ def test_a_run_replays_what_was_evaluated_and_finds_its_data_from_anywhere(train
     record = json.loads(called("evaluate", "run", "--json", "--device", "cpu"))
     test = peerbayes.data.load(run.recipe.data.name).test
     for peer in record["peers"]:
-        found = run[peer["name"]].predict(test.images, 3)
+        found = run[peer["name"]].predict(test.images, 3, calibrated=False)
         assert (found.address.seed, found.address.owner) == (5, peer["name"])
         assert peerbayes.metrics.scores.nll_from_log(found.log_probabilities, test.labels) == peer["nll"]
         with pytest.raises(peerbayes.InputError, match="there is no draw 3"):

@@ -18,9 +18,20 @@ MODULES += [f"peerbayes.math.{name}" for name in ("dirichlet", "divergences", "g
 INTERNAL = {"along", "check_pair"}  # of math, for its own modules
 # Names without an example yet; one that has got an example must go.
 WITHOUT_EXAMPLE = {
-    *("Address", "ArraySplit", "ConsoleReporter", "Dataset", "Feed", "FolderSplit", "MeanField"),
-    *("Posterior", "Prediction", "Recipe", "Reporter", "Run", "Split", "Weights", "augmented_batch"),
-    *("batches", "compress", "conv_and_linear", "data_root", "differences", "distill", "evaluate", "feed", "fit"),
+    *("Address", "Adopted", "ArraySplit", "ConsoleReporter", "Dataset", "Feed", "FolderSplit", "MeanField"),
+    *("Posterior", "Prediction", "Recipe", "Reporter", "Run", "Split", "Weights", "adopt", "augmented_batch"),
+    *(
+        "batches",
+        "calibrate",
+        "compress",
+        "conv_and_linear",
+        "data_root",
+        "differences",
+        "distill",
+        "evaluate",
+        "feed",
+        "fit",
+    ),
     *("from_arrays", "load", "load_corrupted", "load_images", "load_outside", "load_recipe", "load_texts"),
     *("data.load", "data.names", "order", "predict_inputs", "sizes", "text_table", "train", "write_report"),
 }

@@ -36,7 +36,7 @@ STILL = pb.Recipe.parse(
         "method": "dnn",
         "data": {"batch_size": 24},
         "peers": [{"name": "net", "network": "mlp", "posterior": {"kind": "point"}}],
-        "stages": [{"epochs": 1, "optimizer": {"lr": 1e-12}, "terms": {"likelihood": {}}}],
+        "stages": [{"epochs": 1, "optimizer": {"lr": 5e-7}, "terms": {"likelihood": {}}}],
         "evaluation": {"draws": 1},
     },
     "recipe",
@@ -96,7 +96,7 @@ def trained(network, stats, steps=40):
 
 
 def fitted(network, run, **options):
-    """Run an epoch that moves nothing, so that what a network does with its images can be seen."""
+    """Run an epoch that moves next to nothing, so that what a network does with its images can be seen."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 0.0
@@ -193,7 +193,7 @@ def test_a_pretrained_timm_network_is_fed_alike_from_python_and_by_a_recipe(tmp_
     with torch.no_grad():
         expected = network(by_hand(images.float() / 255, stats))
     torch.testing.assert_close(ours(images), expected)
-    torch.testing.assert_close(theirs(images), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs(images), expected, rtol=1e-3, atol=1e-3)
     assert float((theirs(images).argmax(1) == labels).double().mean()) > 0.9
     assert normalization_of(theirs.network) == stats
     opened = pb.load(tmp_path / "run", networks={"net": timm_net(1)})["net"]

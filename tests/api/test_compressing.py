@@ -175,7 +175,7 @@ def test_what_can_not_be_compressed_is_one_sentence(field, tmp_path):
         pb.compress(own, run=tmp_path / "x")
     with pytest.raises(pb.InputError, match="nothing-of-the-kind"):
         pb.compress(own, data="nothing-of-the-kind", run=tmp_path / "x")
-    with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, beside 6"):
+    with pytest.raises(pb.InputError, match="components is 700, but there are only 634 weights to share, besides 6"):
         pb.compress(own, data="digits", run=tmp_path / "x", components=700)
     with pytest.raises(pb.InputError, match="recipe mutual/digits-dnn: expected one peer, whose weights are shared"):
         pb.compress(field.folder, run=tmp_path / "x", into="mutual/digits-dnn")
@@ -304,7 +304,7 @@ def test_what_is_left_in_memory_is_what_the_file_holds_without_anchors(field, tm
     book, _ = share(field["net"], Sharing(top=0.0), None)
     shared = Shared(field.network("net"), book, start_from=field["net"], bits=8)
     before = shared.outlier_mean.detach().clone()
-    changes = ["stages.0.epochs=1", "stages.0.optimizer.lr=1e-9"]
+    changes = ["stages.0.epochs=1", "stages.0.optimizer.lr=1e-7", "stages.0.optimizer.scale_lr=1e-5"]
     run = pb.fit({"net": shared}, data="digits", recipe="sharing/shared", run=tmp_path / "run", overrides=changes)
     found = run["net"].state()
     assert all(torch.equal(t, found[name]) for name, t in shared.state().items() if "anchor" not in name)

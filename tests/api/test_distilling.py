@@ -82,9 +82,14 @@ def curve(run, peer):
     return [line["peers"][peer]["valid_accuracy"] for line in run.metrics]
 
 
-def test_every_peer_is_kept_as_it_was_at_its_own_best_epoch(teachers, student):
-    assert curve(student, "student").index(max(curve(student, "student"))) == 2
-    assert curve(teachers, "teacher1").index(max(curve(teachers, "teacher1"))) == 4  # not that of the other
+def test_every_peer_is_kept_as_it_was_at_its_own_best_epoch(student, place):
+    recipe = load_recipe(
+        "distillation/digits-resnet8-de4", [*SMALL, "stages.0.epochs=6", *RISE_AND_FALL[:2], "stages.0.lr_factor=8"]
+    )
+    teachers = train(recipe.model_copy(update={"peers": recipe.peers[:2]}), place / "falling", device="cpu")
+    best = {peer: curve(run, peer).index(max(curve(run, peer))) for run in (teachers, student) for peer in run}
+    assert best["student"] < 3
+    assert best["teacher1"] != best["teacher2"]
     for run in (teachers, student):
         validation = load_data(run.recipe).validation
         for peer in run:
@@ -211,7 +216,7 @@ def learning(log=None, keep="best", **options):
     """Three teachers, a rank-one student, perturbed images; a stage that learns and one that forgets more and more."""
     good = made_stage(4, 0.05, distil={"teachers": "one_to_one", "temperature": 2.0})
     good |= {"perturb": {"kind": "tdiv_sdiv"}, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
-    forget = made_stage(3, 0.7, likelihood={"weight": -1.0}) | {"perturb": {"kind": "conf_ods"}}
+    forget = made_stage(3, 1.5, likelihood={"weight": -1.0}) | {"perturb": {"kind": "conf_ods"}}
     forget["optimizer"] |= {"clip": 1.0}
     given = Teachers([known(1), known(2), MeanField(small(3), rho=-3.0, start_from=known(3))])
     peers = {"a": RankOne(small(9), 3, factors="random", spread=0.1, predicts="average")}
@@ -352,7 +357,8 @@ def test_captured_steps_of_a_distillation_agree_with_eager_ones_on_a_gpu(kind):
 def assert_same_prediction(network, posterior, images):
     with torch.no_grad():
         expected = network.eval()(to_unit(images)).log_softmax(-1)
-    torch.testing.assert_close(posterior.predict(images).log_probabilities, expected, rtol=1e-4, atol=1e-4)
+    found = posterior.predict(images, calibrated=False)  # the file has the network without its temperature
+    torch.testing.assert_close(found.log_probabilities, expected, rtol=1e-4, atol=1e-4)
 
 
 def plain_network(run, name):
@@ -579,7 +585,7 @@ def test_random_factors_of_a_student_follow_the_seed(tmp_path):
 
 
 def distil(tmp_path, *given, recipe="distillation/kd", changes=(), **options):
-    options = {"data": made_data(), "run": tmp_path / "run", "recipe": recipe} | options
+    options = {"data": made_data(), "run": tmp_path / "run", "recipe": recipe, "normalize": None} | options
     return pb.distill(given, small(), overrides=[*LITTLE, *changes], **options)
 
 
@@ -731,6 +737,7 @@ def test_nobody_teaches_twice(runs, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:the .* of peer '.*' do not move")  # by a rate of 1e-30
 def test_teachers_of_a_recipe_have_the_seed_of_their_students_and_are_trained_once(runs, tmp_path):
     data = Run(runs["three"]).recipe.data
     pair = tmp_path / "pair.toml"
@@ -841,7 +848,7 @@ def test_a_recipe_for_a_single_teacher_is_named_that_has_its_data(tmp_path, caps
     for number, posterior in enumerate(posteriors):
         recipe = load_recipe("distillation/digits-resnet8-de1", [*quick, f"peers.0.posterior={posterior}"])
         found = train(recipe, tmp_path / str(number), device="cpu")
-        sentence = distill_refused(capsys, tmp_path, found.folder)
+        sentence = distill_refused(capsys, tmp_path, found.folder, "--into", "distillation/latentbe")
         fitting = "distillation/digits-resnet8-single-kd"
         assert sentence.endswith(f", or take a recipe for one, such as {fitting}")
         assert ("set teachers.draws above 1" in sentence) == (number == 1)

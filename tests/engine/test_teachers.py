@@ -715,6 +715,7 @@ def test_six_steps_of_latentbe_with_tdiv_sdiv_equal_a_computation_by_hand():
 # ---- weight decay ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:the scales of peer")  # nothing but decay could move them
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("decays", [True, False])
 def test_decay_pulls_factors_to_one_where_it_is_let_and_leaves_their_scales_alone(decays, optimizer):

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,16 +16,47 @@ from peerbayes.data import AUGMENTATIONS, augment
 from peerbayes.engine.step_parts import prepare_images
 from peerbayes.errors import InputError
 from peerbayes.math import noise
-from peerbayes.math.noise import Address, bits, integers, normal, normal_from, permutation, start, stream_key, uniform
+from peerbayes.math.noise import (
+    Address,
+    Seed1,
+    bits,
+    integers,
+    normal,
+    normal_from,
+    permutation,
+    start,
+    stream_key,
+    uniform,
+)
 
 COUNT = 100_000
 HERE = Address(seed=7, owner="peer-1", stream="step", number=123)
+OLD = Address(Seed1(7), "peer-1", "step", 123)  # of format 1
 NEIGHBOURS = {
+    "format": OLD,
     "number": HERE.at(124),
     "seed": Address(8, "peer-1", "step", 123),
     "owner": Address(7, "peer-2", "step", 123),
     "stream": Address(7, "peer-1", "draw", 123),
     "sub": HERE.sub("mask"),
+}
+
+
+GOLDEN_1 = {
+    "bits": [-2459508342071916134, -8327330564677956956, 6947633008239318513, 8766369074627473244],
+    "mask": [1085552507222062989],
+    "permutation": [4, 1, 5, 0, 7, 6, 2, 3],
+    "integers": [866, 548, 376, 475, 533],
+    "normal": [-0.33229437, -0.28923115, -0.41925520, -1.05698133],
+    "uniform": [0.86666983, 0.54857451, 0.37663192],
+}
+GOLDEN_2 = {
+    "bits": [-2459508342071916134, -3089345615234989701, 2592454283052426887, 6999258965263774006],
+    "mask": [1085552507222062989],
+    "permutation": [4, 7, 1, 5, 0, 2, 3, 6],
+    "integers": [866, 832, 140, 379, 604],
+    "normal": [-0.33229437, 0.55653185, -0.4192552, -0.23843923],
+    "uniform": [0.86666983, 0.83252627, 0.1405372],
 }
 
 
@@ -37,28 +69,63 @@ def splitmix(address: Address, index: int) -> int:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         return z ^ (z >> 31)
 
-    text = f"{address.seed}\0{address.owner}\0{address.stream}".encode()
-    key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    z = mix((mix((key + address.number * gamma) & mask) + index * gamma) & mask)
+    def mixed_key(stream: str) -> int:
+        text = f"{int(address.seed)}\0{address.owner}\0{stream}".encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return mix((key + address.number * gamma) & mask)
+
+    stride = gamma if isinstance(address.seed, Seed1) else mixed_key(f"{address.stream}\0stride") | 1
+    z = mix((mixed_key(address.stream) + index * stride) & mask)
     return z - (1 << 64) if z >> 63 else z
 
 
-def test_golden_values_pin_the_meaning_of_an_address():
-    assert bits(HERE, 4).tolist() == [
-        -2459508342071916134,
-        -8327330564677956956,
-        6947633008239318513,
-        8766369074627473244,
-    ]
-    assert bits(HERE.sub("mask"), 1).tolist() == [1085552507222062989]
-    assert permutation(HERE, 8).tolist() == [4, 1, 5, 0, 7, 6, 2, 3]
-    assert integers(HERE, 1000, 5).tolist() == [866, 548, 376, 475, 533]
-    expected = torch.tensor([-0.33229437, -0.28923115, -0.41925520, -1.05698133])
-    torch.testing.assert_close(normal(HERE, 4), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(uniform(HERE, 3), torch.tensor([0.86666983, 0.54857451, 0.37663192]))
+@pytest.mark.parametrize(("seed", "golden"), [(Seed1(7), GOLDEN_1), (7, GOLDEN_2)])
+def test_golden_values_pin_the_meaning_of_an_address(seed, golden):
+    address = replace(HERE, seed=seed)
+    assert bits(address, 4).tolist() == golden["bits"]
+    assert bits(address.sub("mask"), 1).tolist() == golden["mask"]
+    assert permutation(address, 8).tolist() == golden["permutation"]
+    assert integers(address, 1000, 5).tolist() == golden["integers"]
+    torch.testing.assert_close(normal(address, 4), torch.tensor(golden["normal"]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(uniform(address, 3), torch.tensor(golden["uniform"]))
 
 
-@pytest.mark.parametrize("address", [HERE, HERE.at(0), HERE.at(-5), HERE.at(2**62), *NEIGHBOURS.values()])
+def further(address: Address, steps: int) -> Address:
+    """Return the address of the same stream that starts ``steps`` of GAMMA after another one."""
+    size, gamma = 1 << 64, 0x9E3779B97F4A7C15
+    z = (int(start(address)[0]) + steps * gamma) % size
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):  # mix64, undone
+        whole = z
+        for _ in range(3):
+            z = whole ^ (z >> shift)
+        z = z * pow(factor, -1, size) % size
+    number = (z - address.key) * pow(gamma, -1, size) % size
+    return address.at(number - size if number >> 63 else number)
+
+
+@pytest.mark.parametrize(("address", "meet"), [(OLD, True), (HERE, False)])
+def test_addresses_that_start_in_one_cycle_do_not_go_through_it_together(address, meet):
+    later = further(address, 5)
+    assert later.number != address.number
+    assert int(start(later)[0]) == (int(start(address)[0]) + 5 * noise.GAMMA + 2**63) % 2**64 - 2**63
+    here, there = bits(address, COUNT), bits(later, COUNT)
+    assert torch.equal(here[5:], there[:-5]) == meet
+    if not meet:
+        assert not torch.isin(here, there).any()
+        x, y = (((z >> 41) & ((1 << 23) - 1)).double().numpy() for z in (here, there))
+        for shift in (0, 4, 5, 6):
+            assert abs(np.corrcoef(x[shift:], y[: COUNT - shift])[0, 1]) < 5 / math.sqrt(COUNT - shift)
+
+
+def test_strides_are_odd_and_differ():
+    starts = torch.stack([start(HERE.at(number)) for number in range(5_000)])
+    assert bool((starts[:, 1] & 1 == 1).all())
+    assert len(starts[:, 0].unique()) == len(starts[:, 1].unique()) == 5_000
+    ones = torch.stack([(starts[:, 1] >> position & 1).sum() for position in range(1, 64)]).double()
+    assert (ones - 2_500).abs().max() < 5 * math.sqrt(5_000 / 4)
+
+
+@pytest.mark.parametrize("address", [HERE, HERE.at(0), HERE.at(-5), HERE.at(2**62), OLD, *NEIGHBOURS.values()])
 def test_bits_follow_the_documented_formula(address):
     assert bits(address, 20).tolist() == [splitmix(address, index) for index in range(20)]
 

@@ -26,7 +26,10 @@ from peerbayes.runs.run import Run
 
 DATA = 'name = "digits"\nclasses = 10\nbatch_size = 64\nvalidation = 200'
 PEER = '[[peers]]\nname = "{}"\nnetwork = "mlp"\nposterior = {}\n{}\n'
-STAGE = '[[stages]]\nepochs = 2\noptimizer = {{ name = "sgd", lr = {} }}\n[stages.terms]\n{}\n'
+STAGE = (
+    '[[stages]]\nepochs = 2\noptimizer = {{ name = "sgd", lr = {}, scale_lr = 0.01, scale_space = "sigma" }}\n'
+    "[stages.terms]\n{}\n"
+)
 OUTSIDE = "[evaluation]\ndraws = 3\nout_of_distribution = ['photographs']\n"
 
 

@@ -467,7 +467,7 @@ def test_confidence_by_class_is_that_of_the_predictions_over_seeds(runs):
     assert found["levels"] == [0.05, 0.25, 0.5, 0.75, 0.95]
     data = load_data("digits", validation=200).test
     images, labels = data.batch(torch.arange(len(data)), torch.device("cpu"))
-    peers = {seed: Run(folder)["net"] for seed, folder in enumerate(folders)}
+    peers = {run.seed: run["net"] for run in map(Run, folders)}
     p = np.concatenate([peer.predict(images, 3, seed=s, name="net").probabilities for s, peer in peers.items()])
     truth = np.tile(labels, 2)
     for label in range(10):

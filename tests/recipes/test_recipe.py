@@ -237,7 +237,8 @@ UNKNOWN = {
     ),
     "scale": (
         lambda t: t["peers"][0]["posterior"].update(scale=-3.0),
-        "peers.0.posterior has no key 'scale'; known: bayesian, gain, kind, noise, prior, prior_std, rho",
+        "peers.0.posterior has no key 'scale'; known: bayesian, gain, kind, noise, prior, prior_std, rho, "
+        "uniform, width",
     ),
     "draw": (lambda t: t["evaluation"].update(draw=3), "evaluation has no key 'draw'; did you mean 'draws'?"),
 }
@@ -270,7 +271,10 @@ WRONG = {
     "number for text": (lambda t: t.update(title=3), "title: .*string, got 3"),
     "missing title": (lambda t: t.pop("title"), "'title' is missing"),
     "no peers": (lambda t: t.update(peers=[]), r"peers: .*at least 1 item.*, got \[\]"),
-    "no stages": (lambda t: t.update(stages=[]), r"stages: .*at least 1 item.*, got \[\]"),
+    "no stages": (
+        lambda t: t.update(stages=[]),
+        "stages are empty, and peer '.*' has no start_from: nothing was learnt by it",
+    ),
     "no terms": (lambda t: t["stages"][0].update(terms={}), "stages.0.terms: a stage needs at least one term$"),
     "negative alpha": (
         lambda t: t["stages"][0]["terms"]["mutual"].update(alpha=-0.5),

@@ -12,7 +12,7 @@ from peerbayes.data import ArraySplit, Dataset, corrupt
 from peerbayes.data.transforms.corrupt import COMMON
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import predict_split
-from peerbayes.math.noise import Address
+from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors import Point
 from peerbayes.reports import out_of_distribution as outside
 from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted
@@ -52,7 +52,7 @@ def test_corruptions_are_made_of_the_test_images_and_averaged_over_types_and_sev
     assert list(found) == ["a", "b", None]
     types = found["a"]["by_type"]
     assert list(types) == list(COMMON)
-    address = Address(0, "data", "corrupt")
+    address = Address(FIXED, "data", "corrupt")
     for name, severity in (("fog", 1), ("pixelate", 5)):
         moved = ArraySplit(corrupt(data.test.images, name, severity, address), data.test.labels)
         log_p = predict(peers["a"], "a", moved)
@@ -70,7 +70,7 @@ def test_one_peer_alone_has_no_figures_as_one(data, peers):
 
 def test_many_images_are_corrupted_as_if_at_once(data):
     images = torch.randint(0, 256, (2503, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-    whole = corrupt(images, "impulse_noise", 5, Address(0, "data", "corrupt"))
+    whole = corrupt(images, "impulse_noise", 5, Address(FIXED, "data", "corrupt"))
     assert torch.equal(outside._made(images, data, "impulse_noise", 5), whole)
     assert not torch.equal(whole[2500:], images[2500:])
 

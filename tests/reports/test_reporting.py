@@ -646,7 +646,7 @@ def assert_ranked(judged, entropy, disagreement, right):
 
 def test_a_point_disagrees_nowhere_so_its_accuracy_is_the_same_at_every_share(npz, tmp_path):
     (tmp_path / "own.toml").write_text(RECIPE.replace("retention = [0.5]", "retention = [0.1, 0.5]"))
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     peers = {"only": pb.Point(Own())}
     changes = ["stages.0.epochs=1", "stages.0.optimizer.lr=1e-3", "stages.0.terms={likelihood={}}"]
     recipe = pb.load_recipe(tmp_path / "own.toml", changes)

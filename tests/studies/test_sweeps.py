@@ -122,7 +122,8 @@ def test_values_are_those_of_the_runs_on_the_validation_split(swept):
             assert run.seed == seed
             assert run.recipe.stages[1].terms["mutual"]["alpha"] == row["setting"]["mutual.alpha"]
             assert "mutual" not in run.recipe.stages[0].terms
-            predictions = [run[peer].predict(held.images, 2, seed=seed, name=peer) for peer in ("a", "b")]
+            raw = {"seed": seed, "calibrated": False}
+            predictions = [run[peer].predict(held.images, 2, name=peer, **raw) for peer in ("a", "b")]
             nlls = [evaluation.nll_from_log(p.log_probabilities, held.labels) for p in predictions]
             accuracies = [evaluation.accuracy(p.log_probabilities.exp(), held.labels) for p in predictions]
             assert row["seeds"][str(seed)]["nll"] == pytest.approx(sum(nlls) / 2, rel=1e-6)
@@ -293,7 +294,7 @@ def test_folders_are_readable_and_distinct():
 BAD = {
     "term": (["mutul.alpha=1"], "the recipe has no term 'mutul'; did you mean 'mutual'?"),
     "option": (["mutual.alpa=1"], "term 'mutual' has no option 'alpa'; did you mean 'alpha'?"),
-    "bare option": (["alpha=1"], "expected a key of the recipe or TERM.OPTION"),
+    "bare option": (["alpha=1"], "there is no key 'alpha'; did you mean 'stages.*.terms.mutual.alpha'?"),
     "bare near": (["mutual_alpha=1"], "did you mean 'mutual.alpha'?"),
     "key": (["stages.0.optimizer.lrr=1"], "stages.0.optimizer has no key 'lrr'; did you mean 'lr'?"),
     "negative": (["mutual.alpha=1,-1"], "stages.1.terms.mutual.alpha: input should be greater than or equal to 0"),

@@ -24,7 +24,7 @@ def drawn_at(begin: Tensor, columns: Sequence[Tensor], rows: Tensor) -> Tensor:
     """Return weights (n,), without a gradient, drawn with the noise that starts at ``begin``.
 
     Args:
-        begin: where the noise starts, from `peerbayes.math.noise.start`.
+        begin: where the noise starts, and its stride, from `peerbayes.math.noise.start`.
         columns: mean and scale by row, for one number a weight, or m, s, a, b and c, for two; (R,) each.
         rows: of every weight, (n,).
     """

@@ -413,4 +413,4 @@ def _located(name: str | Path, root: Path | str | None) -> str | Path:
 def _measured_part(train: Stored) -> Stored:
     if isinstance(train, ArraySplit) or len(train) <= _MEASURED:
         return train
-    return train.select(noise.permutation(noise.Address(0, "data", "measure"), len(train))[:_MEASURED])
+    return train.select(noise.permutation(noise.Address(noise.FIXED, "data", "measure"), len(train))[:_MEASURED])

@@ -93,7 +93,7 @@ def held_out(labels: Tensor, count: int, stream: str) -> tuple[Tensor, Tensor]:
         count: images to hold out, at most N.
         stream: what they are for; different streams choose independently.
     """
-    permuted = noise.permutation(Address(0, "data", f"split/{stream}"), len(labels))
+    permuted = noise.permutation(Address(noise.FIXED, "data", f"split/{stream}"), len(labels))
     by_class = permuted[torch.argsort(labels[permuted], stable=True)]
     evenly = ((2 * torch.arange(count) + 1) * len(labels)) // (2 * count)
     held = torch.zeros(len(labels), dtype=torch.bool)

@@ -14,6 +14,7 @@ from peerbayes.posteriors.base import Posterior
 
 STILL = 1e-6  # a relative change an epoch that is none: about ten times float32's resolution
 STILL_SCALES = 1e-4  # of scales, whose first values are made up: trained weights may stay where they are
+STEPS = 32  # of an epoch; where it has fewer, a group may move by less
 SAMPLE = 1 << 16  # numbers of a parameter that are looked at
 _REMEDIES = {
     "deterministic": "raise the learning rate, or leave them alone by freeze_rest",
@@ -69,9 +70,15 @@ def changes(
     return moved
 
 
-def is_still(group: str, change: float) -> bool:
-    """Return whether a group that an epoch has changed by so much, in parts of its size, does not move."""
-    return change < (STILL_SCALES if group == "scales" else STILL)
+def is_still(group: str, change: float, steps: int) -> bool:
+    """Return whether a group of parameters does not move.
+
+    Args:
+        group: its name.
+        change: what an epoch has changed it by, in parts of its size.
+        steps: of the epoch.
+    """
+    return change < (STILL_SCALES if group == "scales" else STILL) * min(1.0, steps / STEPS)
 
 
 def sentence(peer: str, group: str, change: float, epoch: int) -> str:

@@ -13,7 +13,7 @@ from peerbayes.data.loader import augmented_batch
 from peerbayes.data.splits import Split, order
 from peerbayes.data.transforms.augment import augment as augmented
 from peerbayes.errors import InputError
-from peerbayes.math.noise import Address
+from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors.network_state import evaluating
 from peerbayes.posteriors.prepare import prepared
 
@@ -40,7 +40,7 @@ def recalibrate(
     if not norms:
         return network
     device = norms[0].running_mean.device  # type: ignore[union-attr]
-    address = Address(0, "data", "recalibrate")
+    address = Address(FIXED, "data", "recalibrate")
     if isinstance(batches, Iterable):
         given = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
         made = (augmented(images.to(device), augment, address.at(n)) for n, images in enumerate(given))

@@ -89,7 +89,7 @@ def draw_shared(columns: Sequence[Tensor], rows: Tensor, begin: Tensor, tiny: fl
     Args:
         columns: what `peerbayes.codebook.drawing` draws of: m and the scale, or m, s, a, b and c; (R,) each.
         rows: of every weight, int32 (n,).
-        begin: where the noise starts, from `peerbayes.math.noise.start`.
+        begin: where the noise starts, and its stride, from `peerbayes.math.noise.start`.
         tiny: what is added to a variance.
     """
     kernel = _kernel("shared_draw") if rows.is_cuda and columns[0].dtype == torch.float32 else None

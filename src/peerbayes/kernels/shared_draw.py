@@ -6,7 +6,6 @@ import triton.language as tl
 
 from peerbayes.math import noise
 
-GAMMA = tl.constexpr(noise.GAMMA % (1 << 64))
 MULTIPLY_1 = tl.constexpr(noise.MULTIPLY_1 % (1 << 64))
 MULTIPLY_2 = tl.constexpr(noise.MULTIPLY_2 % (1 << 64))
 TURN = tl.constexpr(noise.TURN)
@@ -21,7 +20,8 @@ def shared_draw(
     inside = weight < size
     half = size if HIERARCHICAL else (size + 1) // 2
     pattern = tl.where(weight < half, weight, weight - half)
-    z = tl.load(begin).to(tl.uint64, bitcast=True) + pattern.to(tl.uint64) * GAMMA
+    stride = tl.load(begin + 1).to(tl.uint64, bitcast=True)
+    z = tl.load(begin).to(tl.uint64, bitcast=True) + pattern.to(tl.uint64) * stride
     z = (z ^ (z >> 30)) * MULTIPLY_1
     z = (z ^ (z >> 27)) * MULTIPLY_2
     z = z ^ (z >> 31)

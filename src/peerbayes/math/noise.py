@@ -2,12 +2,17 @@
 
 A counter-based generator written in tensor operations. Element ``i`` of the noise at an address is
 
-    mix64(mix64(key + number * GAMMA) + i * GAMMA)
+    mix64(start + i * stride)
+    start = mix64(key + number * GAMMA)
+    stride = mix64(key' + number * GAMMA) | 1
 
-where ``key`` is a hash of (seed, owner, stream) and ``mix64`` is the SplitMix64 finaliser. There is no hidden
-state: nothing has to be saved to resume a run, two runs can share noise, and a draw can be replayed from its
+where ``key`` and ``key'`` are hashes of (seed, owner, stream) and ``mix64`` is the SplitMix64 finaliser. There is no
+hidden state: nothing has to be saved to resume a run, two runs can share noise, and a draw can be replayed from its
 address alone. The integers are identical on every device; only the last bits of log, sin and cos depend on it.
 ``number`` may be a tensor on the device, so that a captured step advances it without touching the host.
+
+In format 1, of runs made before there was a format 2, the stride is GAMMA everywhere: all addresses walk through one
+cycle of 2^64 numbers, and two long ones may meet. A run says its format, and a seed of format 1 is a `Seed1`.
 """
 
 from __future__ import annotations
@@ -23,11 +28,43 @@ from torch import Tensor
 from peerbayes.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed integer
-_INVERSE = 0xF1DE83E19937733D - (1 << 64)  # of GAMMA, modulo 2^64
 MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 TURN = 2 * math.pi * 2.0**-32  # from 32 bits to an angle
 PIECE = 1 << 17  # numbers that a core works on at a time, where there are millions
+FORMAT = 2  # of new runs
+
+
+class Seed1(int):
+    """A seed whose noise is of format 1: of a run made before there was a format 2, or of a split of a data set.
+
+    Example:
+        >>> bool((bits(Address(Seed1(3)), 2) == bits(Address(3), 2)).all())
+        False
+    """
+
+
+def seed_of(seed: int, noise_format: int | None) -> int:
+    """Return a seed whose noise is of a format.
+
+    Args:
+        seed: the number.
+        noise_format: what `format_of` said of it; None of what was made before there were formats, which is 1.
+
+    Raises:
+        InputError: there is no such format.
+    """
+    if noise_format not in (None, 1, FORMAT):
+        raise InputError(f"noise is {noise_format!r}, expected its format, 1 or {FORMAT}; update peerbayes for others")
+    return int(seed) if noise_format == FORMAT else Seed1(seed)
+
+
+def format_of(seed: int) -> int:
+    """Return the format of the noise that a seed gives."""
+    return 1 if isinstance(seed, Seed1) else FORMAT
+
+
+FIXED = Seed1(0)  # of what belongs to a data set, such as its splits, whatever else may change
 
 
 @dataclass(frozen=True)
@@ -61,7 +98,13 @@ class Address:
 
 
 def stream_key(seed: int, owner: str, stream: str) -> int:
-    """Return the signed 64-bit hash of (seed, owner, stream)."""
+    """Return the signed 64-bit hash of (seed, owner, stream).
+
+    Args:
+        seed: of an address.
+        owner: likewise.
+        stream: likewise.
+    """
     text = f"{int(seed)}\0{owner}\0{stream}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -74,12 +117,27 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def start(address: Address, device: torch.device | str | None = None) -> Tensor:
-    """Return mix64(key + number * GAMMA), int64 (1,): what tells the noise of one address from that of another."""
-    if isinstance(address.number, Tensor):
-        number = address.number.to(device=device, dtype=torch.int64).reshape(1)
+    """Return where the noise of an address starts, and its stride, int64 (2,); the stride is odd.
+
+    Args:
+        address: whose noise it is.
+        device: where to put it; by default where a tensor ``number`` lives, or else torch's default device.
+    """
+    number = address.number
+    if isinstance(number, Tensor):
+        number = number.to(device=device, dtype=torch.int64).reshape(1)
     else:
-        number = torch.full((1,), address.number, dtype=torch.int64, device=device)
-    return _mix(number * GAMMA + address.key)
+        number = torch.full((1,), number, dtype=torch.int64, device=device)
+    begin = number * GAMMA + address.key
+    if format_of(address.seed) == 1:
+        return torch.cat([_mix(begin), torch.full_like(begin, GAMMA)])
+    second = torch.arange(2, device=begin.device)
+    apart = stream_key(address.seed, address.owner, f"{address.stream}\0stride") - address.key
+    return _mix(second * _signed(apart) + begin).bitwise_or_(second)
+
+
+def _signed(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def bits(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:
@@ -91,9 +149,9 @@ def bits(address: Address, count: int, device: torch.device | str | None = None,
 
 
 def _bits_from(begin: Tensor, count: int, first: int = 0) -> Tensor:
-    # begin + i * GAMMA as (begin / GAMMA + i) * GAMMA: inductor gives a small range 32 bits, and so i * GAMMA alone.
+    # The stride is a tensor: of a constant inductor would give a small range 32 bits, and so its products.
     index = torch.arange(first, first + count, dtype=torch.int64, device=begin.device)
-    return _mix(index.add_(begin * _INVERSE).mul_(GAMMA))
+    return _mix(index.mul_(begin[1]).add_(begin[0]))
 
 
 def uniform(address: Address, count: int, device: torch.device | str | None = None, first: int = 0) -> Tensor:

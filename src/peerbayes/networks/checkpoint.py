@@ -67,6 +67,10 @@ def under_names(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
     """Return tensors by a network's names: prefixes that all have in common are taken off until most names agree.
 
     ``module.`` of nn.DataParallel and ``_orig_mod.`` of torch.compile are such prefixes, and ``model.`` of Lightning.
+
+    Args:
+        state: tensors by the names that a file has.
+        names: those of the network.
     """
     expected, best = set(names), dict(state)
     stripped = best
@@ -81,6 +85,12 @@ def under_names(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 
 def fitted(state: Mapping[str, Tensor], network: nn.Module, path: Path, new_head: bool) -> dict[str, Tensor]:
     """Return a file's tensors for a network; with ``new_head`` those of its head are the network's own.
+
+    Args:
+        state: tensors by the names that a file has.
+        network: whose weights they are to be.
+        path: the file, for messages.
+        new_head: take the network's own head where the file's has another number of classes.
 
     Raises:
         InputError: which tensors differ, and whether it is only the head.

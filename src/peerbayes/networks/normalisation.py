@@ -42,6 +42,13 @@ def normalised(network: nn.Module, normalize: Choice, inputs: Inputs, who: str =
             network that does it itself, or wants images in [0, 1].
         inputs: shape and statistics of the data.
         who: the network, for messages.
+
+    Example:
+        >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+        >>> inputs = Inputs(2, (3, 1, 1), (0.5,) * 3, (0.2,) * 3)
+        >>> given = normalised(network, ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), inputs)
+        >>> bool(torch.equal(given(torch.full((1, 3, 1, 1), 0.75)), network(torch.ones(1, 3, 1, 1))))
+        True
     """
     made = copy.deepcopy(network)
     settle(made, normalize, inputs, run=made, tensors=dict(made.named_parameters()), who=who)
@@ -232,7 +239,12 @@ def describe(network: nn.Module) -> dict[str, Stats | None]:
 
 
 def restore(network: nn.Module, about: Mapping[str, Any]) -> None:
-    """Put in front of a network what `describe` said, in place."""
+    """Put in front of a network what `describe` said, in place.
+
+    Args:
+        network: from images to logits.
+        about: what `describe` returned.
+    """
     if about.get("normalize") is not None:
         put_in_front(network, about["normalize"])
     elif "normalize" in about:
@@ -240,13 +252,24 @@ def restore(network: nn.Module, about: Mapping[str, Any]) -> None:
 
 
 def carry_over(source: nn.Module, network: nn.Module) -> None:
-    """Put in front of a network what is in front of one that its weights come from, in place."""
+    """Put in front of a network what is in front of one that its weights come from, in place.
+
+    Args:
+        source: the network that the weights come from.
+        network: the network that has them now; where it normalises its images already, it stays as it is.
+    """
     if normalization_of(network) is None:
         restore(network, describe(source))
 
 
 def put_in_front(network: nn.Module, stats: Stats, device: torch.device | None = None) -> None:
-    """Let a network normalise its images first, in place; the names of its tensors stay what they are."""
+    """Let a network normalise its images first, in place; the names of its tensors stay what they are.
+
+    Args:
+        network: from normalised images to logits.
+        stats: mean and deviation by channel, of images in [0, 1].
+        device: where to keep them.
+    """
     mean, std = (tuple(map(float, part)) for part in stats)
     if normalization_of(network) is None:
         network.__class__ = _normalising(type(network))

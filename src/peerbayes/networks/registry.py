@@ -205,7 +205,12 @@ SMALL = 64  # images with shorter sides are small
 
 
 def for_inputs(inputs: Inputs) -> str:
-    """Return the name of the network that ``auto`` stands for: by the size of images, and one for texts."""
+    """Return the name of the network that ``auto`` stands for: by the size of images, and one for texts.
+
+    Example:
+        >>> for_inputs(Inputs(10, (3, 32, 32), (0.5,) * 3, (0.2,) * 3))
+        'resnet20'
+    """
     if inputs.tokens:
         return "fasttext100"
     side = min(inputs.shape[1:])

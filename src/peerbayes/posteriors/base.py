@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, reason
-from peerbayes.math.noise import Address
+from peerbayes.math.noise import Address, format_of, seed_of
 from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
 from peerbayes.networks.registry import Inputs
@@ -365,6 +365,7 @@ class Posterior(nn.Module):
     def description(self) -> dict[str, Any]:
         """Return what a file says beside the tensors, as JSON-ready values; a temperature of 1 is left out."""
         about = {"kind": self.kind, "options": self.options(), "seed": self.seed, "name": self.name}
+        about["noise"] = format_of(self.seed)
         about |= {} if self.temperature == 1 else {"temperature": float(self.temperature)}
         return about | describe(self.network)
 
@@ -428,6 +429,10 @@ class Posterior(nn.Module):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
             raise InputError(f"{path}: its description lacks options, a seed or a name")
+        try:
+            seed = seed_of(seed, about.get("noise"))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
         temperature = about.get("temperature", 1.0)
         if not isinstance(temperature, float) or not 0 < temperature < math.inf:
             raise InputError(f"{path}: its temperature is {temperature!r}, expected a positive number")

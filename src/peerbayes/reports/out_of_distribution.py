@@ -18,7 +18,7 @@ from peerbayes.data.splits import ArraySplit, Split
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import entropy_of, mean_of
-from peerbayes.math.noise import Address
+from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors.base import Posterior
 
 Record = dict[str, Any]
@@ -112,7 +112,7 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
 
 
 def _made(images: Tensor, loaded: Dataset, name: str, severity: int) -> Tensor:
-    make = functools.partial(corrupt, name=name, severity=severity, address=Address(0, "data", "corrupt"))
+    make = functools.partial(corrupt, name=name, severity=severity, address=Address(FIXED, "data", "corrupt"))
     try:
         return torch.cat([make(part, first=2500 * place) for place, part in enumerate(images.split(2500))])
     except InputError as error:

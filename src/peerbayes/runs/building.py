@@ -156,7 +156,8 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
     chosen, found = node.recipe.teachers, list[Posterior]()
     for source in node.teachers:
         if isinstance(source, Posterior):
-            _normalise(source, "auto", network_inputs(data), "a teacher's network")
+            if source.provenance.state != "trained":  # by a run, which knows what its network expects
+                _normalise(source, node.job.given.normalize, network_inputs(data), "a teacher's network")
             found.append(source.to(device))
             continue
         if isinstance(source, Node) and not is_trained(source.folder):

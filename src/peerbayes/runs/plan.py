@@ -196,7 +196,10 @@ class _Resolver:
         for peer in job.recipe.peers if self._trains else ():
             if ":" in peer.network:
                 allow(peer.network, "network")  # whoever trains it wants it
-        return replace(job, recipe=self.fitted_to_teachers(with_full_paths(job.recipe)))
+        seed = job.seed
+        if (job.folder / "recipe.toml").is_file() and Run(job.folder).seed == seed:
+            seed = Run(job.folder).seed  # with the format of its noise
+        return replace(job, recipe=self.fitted_to_teachers(with_full_paths(job.recipe)), seed=seed)
 
     def recipe(self, source: str) -> Recipe:
         """Return a recipe by its name or file."""

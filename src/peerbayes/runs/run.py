@@ -30,6 +30,7 @@ from peerbayes.errors import InputError, UnknownPeer, nearest, reason, within
 from peerbayes.importing import allow, in_run, trusting
 from peerbayes.inference.prediction import Prediction, predict_split
 from peerbayes.inference.progress import NOBODY, watcher_now
+from peerbayes.math.noise import seed_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
@@ -76,6 +77,7 @@ class _About(Table):
     """What is looked for in run.json; hardware, versions and seconds come from finished runs alone."""
 
     seed: int
+    noise: int | None = None
     generation: int = 0
     finished: bool = False
     inputs: _Inputs | None = None
@@ -151,8 +153,11 @@ class Run(Mapping[str, Posterior]):
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
-        return int(self.about["seed"])
+        """The run's seed; that of a run from before there were formats of noise says so."""
+        try:
+            return seed_of(self.about["seed"], self.about.get("noise"))
+        except InputError as error:
+            raise InputError(f"{self.folder / 'run.json'}: {error}") from None
 
     def said(self, key: str) -> Any:
         """Return what run.json says under a key of finished runs."""

@@ -15,6 +15,7 @@ from peerbayes.engine.devices import environment, threads
 from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError
+from peerbayes.math.noise import format_of
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
@@ -133,6 +134,7 @@ class Session:
                     stale.unlink()
             self.about = {
                 "seed": job.seed,
+                "noise": format_of(job.seed),
                 "generation": self.generation,
                 "origins": self.origins,
                 "finished": False,

@@ -306,7 +306,7 @@ class Learner:
         if epoch == math.floor(self.recipe.stages[position.stage].warmup) + 1:
             for peer, groups in moved.items():
                 for group, change in groups.items():
-                    if is_still(group, change) and f"{peer}/{group}" not in position.still:
+                    if is_still(group, change, self.steps_per_epoch) and f"{peer}/{group}" not in position.still:
                         position.still.append(f"{peer}/{group}")
                         self.reporter.warn(sentence(peer, group, change, epoch))
         return moved

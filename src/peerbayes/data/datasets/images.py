@@ -31,7 +31,7 @@ def _digits(root: Path, want_train: bool) -> Source:  # noqa: ARG001 (one signat
     data = load_digits()
     images = torch.from_numpy(np.round(data.images * 255 / 16).astype(np.uint8))[:, None]
     # They come writer by writer: shuffled, so that the last ones stand for all.
-    shuffled = noise.permutation(noise.Address(0, "data", "split/digits"), len(images))
+    shuffled = noise.permutation(noise.Address(noise.FIXED, "data", "split/digits"), len(images))
     whole = ArraySplit(images, torch.from_numpy(data.target)).select(shuffled)
     assert whole.labels is not None
     kept, held = held_out(whole.labels, 500, "test")
