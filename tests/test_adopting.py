@@ -1,6 +1,7 @@
 """Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import stopped_at
 from peerbayes import metrics, networks
-from peerbayes.adopting import ENSEMBLE, Adoption, _difference, _losses, _verdict
+from peerbayes.adopting import ENSEMBLE, WIDTHS, Adoption, _difference, _losses, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
@@ -101,6 +102,13 @@ def test_the_folder_stands_for_what_is_shipped(place, adopted, tmp_path, capsys)
     )
 
 
+def test_help_and_guide_name_the_widths_that_are_tried(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    assert ", ".join(map(str, WIDTHS)) in called("adopt", "--help")
+    guide = (Path(__file__).parents[1] / "docs" / "guide" / "adopt.md").read_text()
+    assert f"names other widths than {', '.join(f'{width:g}'.lstrip('0') for width in WIDTHS)} |" in guide
+
+
 def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, adopted):
     folder, _, data = place
     after = adopted["validation_mistakes"] >= 20
@@ -113,6 +121,7 @@ def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, ad
     assert adopted["width"] == float(min(by_width, key=by_width.get))
     gains = [peer.posterior.gain for peer in Run(folder / "run" / "peers").recipe.peers]
     assert gains == [adopted["width"]] * 2
+    assert ("the largest that was tried" in adopted["verdict"]) == (adopted["width"] == 0.2)
     rows = {row["who"]: row for row in adopted["rows"]}
     least = min(row["validation_nll"] for row in adopted["rows"] if after or row["temperature"] is None)
     assert rows[adopted["ship"]["who"]]["validation_nll"] <= least + 1

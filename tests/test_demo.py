@@ -10,7 +10,7 @@ import torch
 from scipy.stats import sem, ttest_rel
 
 from commands import called
-from peerbayes import demo
+from peerbayes import adopting, demo
 from peerbayes.data import load
 
 
@@ -40,7 +40,7 @@ def shown(tmp_path_factory):
         patch.setattr(demo, "ProcessPoolExecutor", Here)
         patch.setattr(demo, "EPOCHS", 4)
         patch.setattr(demo, "MORE", 1)
-        patch.setattr(demo, "adopt", partial(demo.adopt, widths=(0.1,)))
+        patch.setattr(adopting, "adopt", partial(adopting.adopt, widths=(0.1,)))
         text = called("demo", "--seeds", "0,1", "--out", out, "--quiet")
         again = called("demo", "--seeds", "0,1", "--out", out, "--quiet", "--json")
     return text, json.loads((out / "records.json").read_text()), json.loads(again), (out / "report.html").read_text()

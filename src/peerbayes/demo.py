@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from peerbayes.adopting import KEPT, adopt
 from peerbayes.api.fitting import train
 from peerbayes.data.dataset import Dataset, from_arrays, load
 from peerbayes.metrics.spread import PairedDifference, paired_difference
 from peerbayes.posteriors.storage import write_bytes
 from peerbayes.reports.page import report_page
-from peerbayes.reports.record import Record
+from peerbayes.reports.record import KEPT, Record
 from peerbayes.reports.records import write_record
 from peerbayes.reports.tables import cell
 from peerbayes.runs.run import Run
@@ -93,6 +92,8 @@ def _one_thread() -> None:
 
 
 def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
+    from peerbayes.adopting import adopt
+
     data, place = few_digits(), out / f"seed{seed}"
 
     def trained(recipe: str) -> Run:

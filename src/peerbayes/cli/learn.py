@@ -191,7 +191,7 @@ def adopt(
     compress: Annotated[bool, typer.Option("--compress", help="Also the same in a small codebook.")] = False,
     width: Annotated[
         list[float] | None,
-        typer.Option(help="Width of scales to try; may be repeated.", show_default="0.05, 0.1, 0.2"),
+        typer.Option(help="Width of scales to try; may be repeated.", show_default="0.1, 0.2, 0.4"),
     ] = None,
     new_head: Annotated[
         bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")

@@ -303,7 +303,7 @@ class Prediction:
 # Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
 # 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
 TOGETHER = {"cpu": 16_384, "cuda": 500_000}
-BATCH = {"cpu": 512 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass
+BATCH = {"cpu": 128 * 3072, "cuda": 1 << 25}  # numbers in the images of one forward pass; more leave a CPU's caches
 MOST_AT_ONCE = 64  # draws at once; more are no faster, and would take memory that grows with the draws
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
@@ -338,7 +338,7 @@ def predict(
         draws: S, or the most draws an image may get when ``settle`` is given.
         seed: with ``name``, the address of the draws; the posterior's own by default.
         name: whose draws they are (a peer's name); the posterior's own by default.
-        batch_size: images a forward pass; by default 512 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved where
+        batch_size: images a forward pass; by default 128 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved where
             a GPU's memory is too small.
         settle: stop drawing for an image once its predicted class is settled at this error level: the chance
             that the class of infinitely many draws is another is at most ``settle``, however often one looks.
