@@ -8,6 +8,7 @@ import pytest
 
 import peerbayes as pb
 from commands import called
+from peerbayes.data.datasets import sources
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (How to add [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
@@ -18,7 +19,10 @@ QUIET = {"train": ("--quiet", "--device", "cpu"), "evaluate": ("--device", "cpu"
 def desk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    known = set(sources.READERS)
+    yield tmp_path
+    for name in set(sources.READERS) - known:  # what a section has added
+        del sources.READERS[name]
 
 
 def follow(section, desk):

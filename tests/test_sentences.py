@@ -80,7 +80,7 @@ def place(tmp_path, monkeypatch):
          "recipe plain: --set posterior.kind=bayesian: there is no key 'posterior.kind'; did you mean "
          "'peers.*.posterior.kind'?"),
         ("train plain --set peers.0.posterior.kind=bayesian",
-         "recipe plain: peers.0.posterior: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a "
+         "recipe plain: peers.0.posterior.kind: there is no kind 'bayesian'; did you mean 'mean_field', a Gaussian a "
          "weight?"),
         ("train plain --set network=efficientnet_b0",
          "recipe plain: --set network=efficientnet_b0: there is no key 'network'; did you mean 'peers.*.network'?"),

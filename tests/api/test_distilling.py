@@ -617,7 +617,7 @@ def test_the_file_of_a_network_is_loaded_strictly_by_a_network_of_its_name(name,
 
     class OneRun(dict):
         folder = tmp_path
-        recipe = SimpleNamespace(peers=[SimpleNamespace(name="student", network=name)])
+        recipe = SimpleNamespace(peer=lambda _: SimpleNamespace(name="student", network=name))
 
     (path,) = save_networks(OneRun(student=student))
     found = networks.build(name, inputs)

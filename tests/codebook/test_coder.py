@@ -289,7 +289,7 @@ def test_a_reshaped_table_keeps_every_symbol_of_the_bins_that_occur():
     shared = index_codec._Shared(np.arange(7), mass)
     assert shared.starts(1).tolist() == [0, 4]
     for roots in ([1, 0], [0, 30], [1, 20], [1, 1]):
-        found = shared.code_of(index_codec._Table(slice(0, 900), 1, np.array(roots))).frequencies
+        found = shared.code_of(index_codec._Frequencies(slice(0, 900), 1, np.array(roots))).frequencies
         assert ((found > 0) == np.repeat(np.array(roots) > 0, [4, 3])).all()
         share = np.add.reduceat(found, [0, 4]) / 2**16
         np.testing.assert_allclose(share, np.square(roots) / np.square(roots).sum(), atol=7 / 2**16)

@@ -166,6 +166,7 @@ def greedy(inputs, more):
     pass
 """
 TAKES = "the network of peer 'only' can't take small's inputs, of shape (1, 8, 8): "
+MAY_TAKE = "; it may take inputs (peerbayes.networks.Inputs), num_classes and in_channels, or nothing"
 NETWORKS = {
     "mine:key": TAKES + "KeyError: 'logits'",
     "mine:bare": TAKES + "AssertionError",
@@ -177,9 +178,10 @@ NETWORKS = {
     "mine:numbers": "the network of peer 'only' returns a torch.int64 while it trains, expected a tensor of logits",
     "mine:detached": "the network of peer 'only' returns logits without a gradient, so nothing could be learnt; "
     "is it detached?",
-    "mine:unbuilt": "network 'mine:unbuilt' can't be built: KeyError: 'width'",
-    "mine:greedy": "network 'mine:greedy' can't be built: TypeError: greedy() missing 1 required positional argument: "
-    "'more'",
+    "mine:unbuilt": "network 'mine:unbuilt' can't be built: called with (inputs), it says: KeyError: 'width'"
+    + MAY_TAKE,
+    "mine:greedy": "network 'mine:greedy' can't be built: called with (inputs), it says: TypeError: greedy() missing 1 "
+    "required positional argument: 'more'" + MAY_TAKE,
     "torn:x": "network 'torn:x' can't be imported: SyntaxError: '(' was never closed (torn.py, line 1)",
     "zero:x": "network 'zero:x' can't be imported: ZeroDivisionError: division by zero",
 }

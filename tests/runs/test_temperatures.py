@@ -47,12 +47,13 @@ def averaged(run, name, split, draws):
 
 
 def best_temperature(log_p, labels):
-    """The minimiser of the NLL of softmax(log p / T), by Brent's method on log T, without derivatives."""
+    """The minimiser of the NLL of softmax(log p / T) and a prior N(0, 0.5²) of log T, by Brent's method on log T."""
 
-    def nll(log_t):
-        return float(torch.nn.functional.cross_entropy(log_p / math.exp(log_t), labels))
+    def loss(log_t):
+        nll = torch.nn.functional.cross_entropy(log_p / math.exp(log_t), labels, reduction="sum")
+        return float(nll) + log_t**2 / (2 * 0.5**2)
 
-    return math.exp(minimize_scalar(nll, bounds=(math.log(0.01), math.log(100)), method="bounded").x)
+    return math.exp(minimize_scalar(loss, bounds=(math.log(0.01), math.log(100)), method="bounded").x)
 
 
 def without_temperatures(run):
