@@ -104,7 +104,7 @@ def calibrate(
         >>> folder = tempfile.TemporaryDirectory()
         >>> short = ["peers.*.network=mlp", "stages.*.epochs=1", "stages.*.warmup=0"]
         >>> run = pb.train("plain", f"{folder.name}/run", overrides=short, device="cpu")
-        >>> found = pb.calibrate(run, device="cpu")
+        >>> run = pb.calibrate(run, device="cpu")
         >>> run["net"].temperature > 0
         True
         >>> folder.cleanup()

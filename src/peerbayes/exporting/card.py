@@ -364,4 +364,4 @@ def _text(text: str) -> str:
 
 
 def _stochastic(about: Mapping[str, Any]) -> bool:
-    return any(getattr(Posterior.of_kind(kind), "stochastic", True) for kind in about["posteriors"])
+    return any(Posterior.of_kind(kind).stochastic for kind in about["posteriors"])

@@ -72,6 +72,7 @@ class RankOne(Posterior):
     """
 
     kind: ClassVar[str] = "rank_one"
+    stochastic: ClassVar[bool] = True  # unless it predicts by the average of its members
     averages: ClassVar[tuple[str, ...]] = get_args(Merge)
 
     _inverse_factor_sizes: Tensor

@@ -197,8 +197,9 @@ class _Resolver:
             if ":" in peer.network:
                 allow(peer.network, "network")  # whoever trains it wants it
         seed = job.seed
-        if (job.folder / "recipe.toml").is_file() and Run(job.folder).seed == seed:
-            seed = Run(job.folder).seed  # with the format of its noise
+        if (job.folder / "recipe.toml").is_file():
+            before = Run(job.folder).seed  # with the format of its noise
+            seed = before if before == seed else seed
         return replace(job, recipe=self.fitted_to_teachers(with_full_paths(job.recipe)), seed=seed)
 
     def recipe(self, source: str) -> Recipe:
