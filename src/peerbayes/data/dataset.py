@@ -40,8 +40,8 @@ from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
 from peerbayes.networks.checkpoint import is_checkpoint
+from peerbayes.networks.inputs import WordVectors
 from peerbayes.networks.normalisation import IMAGENET_STATS
-from peerbayes.networks.registry import WordVectors
 from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none

@@ -18,8 +18,9 @@ from peerbayes.engine.synchronised import gather_batch
 from peerbayes.engine.teachers import Teachers
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.base import Posterior, Weights
-from peerbayes.posteriors.network_state import kept_buffers
+from peerbayes.networks.network_state import kept_buffers
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.terms.step import Batch, Output
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from peerbayes.engine.perturbing import Passes
 from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
 from peerbayes.engine.teachers import run_plain
-from peerbayes.posteriors.base import Weights
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch, Output
 

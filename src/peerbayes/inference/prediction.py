@@ -26,13 +26,14 @@ from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
+from peerbayes.networks.network_state import evaluating
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.posteriors.network_state import evaluating
 from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:
-    from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.base import Posterior
+    from peerbayes.posteriors.flat_network import Weights
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 PRECISIONS: dict[str, torch.dtype | None] = {

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
-from peerbayes.posteriors.base import Source, Weights
-from peerbayes.posteriors.network_state import evaluating
+from peerbayes.networks.network_state import evaluating
+from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance

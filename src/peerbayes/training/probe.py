@@ -19,8 +19,8 @@ from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, 
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import find_layer
-from peerbayes.posteriors.base import Weights
-from peerbayes.posteriors.network_state import kept_buffers
+from peerbayes.networks.network_state import kept_buffers
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Shapes
 from peerbayes.terms.step import Batch, Output
 

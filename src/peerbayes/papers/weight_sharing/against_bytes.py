@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors.recipe_options import PosteriorOptions
+from peerbayes.posteriors.kinds import PosteriorOptions
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
