@@ -69,7 +69,13 @@ class Cohort:
         self.go_plain()
 
     def begin_stage(self, state: StageState, layers: list[str], keys: list[str]) -> None:
-        """Take a stage's helpers, optimisers, layers, and the names of its figures."""
+        """Take a stage's helpers, optimisers, layers, and the names of its figures.
+
+        Args:
+            state: optimisers, schedule and terms of the stage.
+            layers: names of the layers whose outputs its terms ask for.
+            keys: names of the figures that are summed up over an epoch.
+        """
         self.state, self.layers, self.keys = state, layers, keys
         options = state.settings.perturb
         self.perturb = None if options is None else Perturbation(options, self.teachers, self.peers, self.seed)
@@ -200,7 +206,13 @@ class Cohort:
         )
 
     def consult(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C)."""
+        """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C).
+
+        Args:
+            images: augmented, (B, ...).
+            number: of the step; the address of perturbations and teachers' draws.
+            first: place of the first image in the whole batch.
+        """
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         if self.perturb is not None:
@@ -214,7 +226,12 @@ class Cohort:
             return images, torch.stack(found)
 
     def output(self, name: str, clock: Clock) -> Output:
-        """Return what a peer makes of the batch that `forward` has taken last."""
+        """Return what a peer makes of the batch that `forward` has taken last.
+
+        Args:
+            name: the peer's.
+            clock: when the step happens; its number is the draw's address.
+        """
         posterior = self.peers[name]
         posterior.train()
         address = Address(self.seed, name, "step", clock.step)

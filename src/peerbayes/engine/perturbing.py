@@ -101,7 +101,14 @@ class Perturbation:
         return step_along(images, *self.slope(images, number, first, passes))
 
     def slope(self, images: Tensor, number: int | Tensor, first: int, passes: Passes) -> tuple[Tensor, float | Tensor]:
-        """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`."""
+        """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`.
+
+        Args:
+            images: (B, ...), in [0, 1].
+            number: of the step; the address of random choices.
+            first: place of the first image in the whole batch.
+            passes: how teachers are run.
+        """
         assert self.teachers is not None
         address = self._address(number)
         teachers, moved = self.teachers, images.detach().requires_grad_(True)
@@ -132,7 +139,14 @@ class Perturbation:
     def in_parts(
         self, images: Tensor, number: int, tensors: Sequence[Tensors], autocast: torch.dtype | None = None
     ) -> Tensor:
-        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs."""
+        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs.
+
+        Args:
+            images: (N, ...), in [0, 1].
+            number: of the first part's step.
+            tensors: of the teachers, at their draws.
+            autocast: dtype of forward passes; None for float32.
+        """
         parts = images.split(PART)
         return torch.cat(
             [self(part, number + place, 0, Passes(tensors, autocast=autocast)) for place, part in enumerate(parts)]
@@ -143,6 +157,12 @@ class Perturbation:
 
         The mean KL of pairs, ``teachers_before``, ``teachers_after``, ``members_before`` and ``members_after``, in
         evaluation mode; of those that are several.
+
+        Args:
+            images: (N, ...), in [0, 1].
+            number: of the step.
+            student: whose members are compared.
+            autocast: dtype of forward passes; None for float32.
         """
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)

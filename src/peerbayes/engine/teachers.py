@@ -52,7 +52,14 @@ class Tensors:
 
 
 def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dtype | None) -> Tensor:
-    """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone."""
+    """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone.
+
+    Args:
+        plain: a network in evaluation mode.
+        images: in [0, 1], (B, ...).
+        tensors: that it gets: a draw, and its buffers.
+        autocast: dtype of the forward pass; None for float32.
+    """
     posterior = plain.posterior
     named = posterior.layout.views(tensors.flat) | posterior.rest_layout.views(tensors.rest)
     named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.fixed)
@@ -114,7 +121,15 @@ class Teachers:
         autocast: torch.dtype | None,
         lane: Lane = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others."""
+        """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others.
+
+        Args:
+            run: runs a network: `run_plain`, or what it was compiled to.
+            images: in [0, 1], (B, ...).
+            tensors: of each teacher.
+            autocast: dtype of forward passes; None for float32.
+            lane: by a teacher's name.
+        """
         found = []
         for number, ((place, _), own) in enumerate(zip(self.places, tensors, strict=True)):
             with lane(f"teacher {number}"):
@@ -124,7 +139,15 @@ class Teachers:
     def pick(
         self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
     ) -> Tensor:
-        """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network."""
+        """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network.
+
+        Args:
+            run: runs a network.
+            images: in [0, 1], (B, ...).
+            tensors: of each teacher.
+            number: which teacher.
+            autocast: dtype of the forward pass; None for float32.
+        """
         tensors = [self._as_first(place, own) for (place, _), own in zip(self.places, tensors, strict=True)]
         flat, rest = (torch.stack(list(found)) for found in zip(*((t.flat, t.rest) for t in tensors), strict=True))
         chosen = {
@@ -161,6 +184,13 @@ def all_logits(
     """Return logits (M, B, C) of ``teachers`` and of a student's ``members``, of those that are several.
 
     Both are in evaluation mode.
+
+    Args:
+        images: in [0, 1], (B, ...).
+        teachers: None where there are none.
+        tensors: of each teacher.
+        student: left in evaluation mode if it has several members.
+        autocast: dtype of forward passes; None for float32.
     """
     found = {}
     if teachers is not None and len(teachers) > 1:

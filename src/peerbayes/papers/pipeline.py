@@ -49,6 +49,11 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
     Steps are evaluated on the data sets out of distribution that the last recipe names. What predicts with one plain
     network is as large as that network, whatever lies in the run beside it. A prediction's time is that of all draws of
     all peers, the best of some repeats, on this machine.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     chains: list[Record] = []
     for folder in folders:

@@ -151,7 +151,13 @@ def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Post
 
 
 def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers | None:
-    """Load a run's teachers, and check that they fit the data; untrained ones stand in for those to be trained."""
+    """Load a run's teachers, and check that they fit the data; untrained ones stand in for those to be trained.
+
+    Args:
+        node: of the plan, with its teachers.
+        data: that the run learns.
+        device: that they are run on.
+    """
     chosen, found = node.recipe.teachers, list[Posterior]()
     for source in node.teachers:
         if isinstance(source, Posterior):

@@ -50,7 +50,12 @@ class Loaded:
         return data
 
     def of_recipe(self, recipe: Recipe, vocabulary: Vocabulary | None = None) -> Dataset:
-        """Return a recipe's data; texts by a vocabulary, if one is given."""
+        """Return a recipe's data; texts by a vocabulary, if one is given.
+
+        Args:
+            recipe: whose data are wanted.
+            vocabulary: of the texts; None for one made of them.
+        """
         key = recipe.data.model_dump_json(include=DATA_KEYS) + (vocabulary.digest if vocabulary is not None else "")
         if key not in self._data_sets:
             self._data_sets[key] = load_data(recipe, self.root, vocabulary)
@@ -90,6 +95,14 @@ def execute(
     """Train what a plan says, and return its targets' runs; arguments as in `train_jobs`.
 
     Everything is checked before anything is written. What others need goes on where it was interrupted.
+
+    Args:
+        plan: from `resolve`.
+        how: device, engine, precision, side by side.
+        resume: go on with runs that were interrupted.
+        reporter: told of progress; by default the console.
+        errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
+            others have ended.
     """
     reporter = how.voice(reporter)
     device, loaded = _device(plan, how), Loaded(how.root)
@@ -296,7 +309,13 @@ def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None
 
 
 def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:
-    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data."""
+    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data.
+
+    Args:
+        recipe: that names them.
+        data: of the recipe.
+        root: the data root.
+    """
     for name in recipe.evaluation.out_of_distribution:
         try:
             load_outside(name, data, root)

@@ -82,7 +82,12 @@ class How:
         }
 
     def waves(self, nodes: Sequence[Node], device: torch.device) -> list[Sequence[Node]]:
-        """Return runs in groups that are trained side by side."""
+        """Return runs in groups that are trained side by side.
+
+        Args:
+            nodes: runs that wait for none of each other.
+            device: that they are trained on.
+        """
         captured = pick(self.engine, device) == "captured"
         taught = TEACHERS if any(node.teachers for node in nodes) else 0
         streams = max((len(node.recipe.peers) for node in nodes), default=1) + 1 + taught
@@ -94,13 +99,23 @@ class How:
 
 
 def in_parts(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
-    """Return runs in equal groups of at most so many: a few runs left over would use a GPU badly."""
+    """Return runs in equal groups of at most so many: a few runs left over would use a GPU badly.
+
+    Args:
+        nodes: runs, in order.
+        most: runs in a group.
+    """
     size = max(1, math.ceil(len(nodes) / max(1, math.ceil(len(nodes) / most))))
     return [nodes[i : i + size] for i in range(0, len(nodes), size)]
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:
-    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called."""
+    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called.
+
+    Args:
+        options: names of the keyword arguments.
+        functions: the one that was called, and those that take what it passes on.
+    """
     own = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
     known = {*own, *(field.name for field in fields(How))}
     for option in options:

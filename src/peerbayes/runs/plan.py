@@ -421,7 +421,12 @@ def is_trained(folder: Path) -> bool:
 
 
 def only_weights(run: Run, peer: Peer) -> Path:
-    """Return the weights file of a run's only peer, for a peer that starts from it."""
+    """Return the weights file of a run's only peer, for a peer that starts from it.
+
+    Args:
+        run: that the peer starts from.
+        peer: of another run, for messages.
+    """
     if len(run) != 1:
         raise InputError(
             f"peer '{peer.name}': {run.folder} has peers {', '.join(run)}; name one weights-*.safetensors file"
@@ -438,7 +443,12 @@ def parents_of(run: Run) -> Node:
 
 
 def source_weights(run: Run, name: str) -> Path | None:
-    """Return the weights file that a peer of a run started from; None where there was none, or is none any more."""
+    """Return the weights file that a peer of a run started from; None where there was none, or is none any more.
+
+    Args:
+        run: a trained one.
+        name: the peer's.
+    """
     try:
         start = parents_of(run).starts.get(name)
     except InputError:

@@ -199,7 +199,12 @@ class Session:
 
 
 def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
-    """Train sessions side by side; return the errors of those that could not go on, by place."""
+    """Train sessions side by side; return the errors of those that could not go on, by place.
+
+    Args:
+        sessions: built, of one engine and device.
+        world: all processes.
+    """
     for session in sessions:  # nobody writes before everybody has looked
         if not world.same(session.learner.position.step):
             raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")

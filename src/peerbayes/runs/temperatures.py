@@ -125,6 +125,12 @@ def keep_temperature(
     """Give a posterior a temperature, also in its weights file, whose tensors stay as they are to the last bit.
 
     A certificate is of one temperature: the one it had before is gone.
+
+    Args:
+        posterior: changed.
+        temperature: that its logits are divided by.
+        weights: its file, changed.
+        certificate: what is promised of predictions at that temperature.
     """
     posterior.temperature, posterior.certificate = temperature, certificate
     promised = None if certificate is None else certificate.model_dump(exclude_none=True)

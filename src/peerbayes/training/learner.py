@@ -368,7 +368,12 @@ class Learner:
         return "; the last good checkpoint is kept" if self._kept else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Go to where a checkpoint was written."""
+        """Go to where a checkpoint was written.
+
+        Args:
+            tensors: of the checkpoint, by name.
+            about: its description.
+        """
         if about.get("seed") != self.seed:
             raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
         for name, posterior in self.peers.items():

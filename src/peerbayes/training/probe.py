@@ -85,7 +85,12 @@ class Probe:
                     find_layer(posterior.network, layer)
 
     def shapes(self, peer: str, layers: list[str]) -> Shapes:
-        """Return the shapes of a peer's features at some layers, and the number of classes."""
+        """Return the shapes of a peer's features at some layers, and the number of classes.
+
+        Args:
+            peer: its name.
+            layers: their names.
+        """
         if not layers:
             return Shapes({}, self.data.classes)
         _, features, _ = self._try_network(peer, layers)

@@ -43,7 +43,13 @@ KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "
 
 
 def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """Loss on the test split along the line between two networks of a run: a student's members, or its peers."""
+    """Loss on the test split along the line between two networks of a run: a student's members, or its peers.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
+    """
     where, series = pick_device(device), []
     for run in open_runs(folders):
         posterior, ends = _ends(run, where)
@@ -95,6 +101,11 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
 
     Of the kinds that are possible: two of the teachers can't be compared where their networks differ, nor members
     where there is not one for each teacher.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     where, series = pick_device(device), []
     for run in open_runs(folders):

@@ -28,6 +28,13 @@ def entropy(
 
     Predictions are those of `peerbayes evaluate`. Peers of a run predict as one, unless ``by_peer``. ``ood`` names the
     other data sets; by default they are those of the recipes.
+
+    Args:
+        folders: run folders, or folders of them.
+        ood: names of data sets out of distribution.
+        by_peer: each peer by itself.
+        device: where to predict.
+        root: the data root.
     """
     runs = open_runs(folders)
     names = list(ood) or list(dict.fromkeys(name for r in runs for name in r.recipe.evaluation.out_of_distribution))

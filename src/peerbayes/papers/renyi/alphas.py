@@ -104,7 +104,12 @@ def grid(folders: Iterable[str | Path]) -> Record:
 
 
 def curves(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
-    """Test loss and accuracy over the epochs by alpha, averaged over peers or each; mean, lowest and highest seed."""
+    """Test loss and accuracy over the epochs by alpha, averaged over peers or each; mean, lowest and highest seed.
+
+    Args:
+        folders: run folders, or folders of them.
+        by_peer: each peer by itself.
+    """
     return _over_epochs(gather(folders), by_peer, ("test_nll", "test_accuracy"), lambda _run, _line, peer: peer)
 
 
@@ -112,6 +117,10 @@ def gap(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
     """Training loss, test loss and test − training over the epochs by alpha.
 
     The training loss is the likelihood term without its weight: the mean over an epoch's steps, as the network trained.
+
+    Args:
+        folders: run folders, or folders of them.
+        by_peer: each peer by itself.
     """
 
     def figures(run: Run, line: Record, peer: Record) -> Record:
@@ -175,6 +184,11 @@ def flatness(
 
     All networks of one architecture move along the same directions. The band is from the lowest to the highest trained
     network; the sharpness is the rise at the largest distance, averaged over peers.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     where = pick_device(device)
     experiments = []

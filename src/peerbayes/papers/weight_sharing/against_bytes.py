@@ -63,6 +63,11 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
     components to many; all other runs are references. Figures are those of evaluation.json; a run without one is
     evaluated first.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     runs = open_runs(folders, own=False)
     records = {run.folder: _record(run, device, root) for run in runs}

@@ -31,6 +31,11 @@ def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | 
     """Confidence max_c p_c and accuracy by true class, on the test split and on what the recipes name as outside.
 
     Predictions are those of `peerbayes evaluate`; those of runs that differ in the seed alone are pooled.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     series = []
     for runs in by_setting(open_runs(folders)):
