@@ -107,16 +107,16 @@ class Cohort:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
-        found = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
-        found += [t for module in self.state.modules.values() for t in (*module.parameters(), *module.buffers())]
-        found += [
+        tensors = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
+        tensors += [t for module in self.state.modules.values() for t in (*module.parameters(), *module.buffers())]
+        tensors += [
             value
             for optimizer in self.state.optimizers.values()
             for slots in optimizer.state.values()
             for value in slots.values()
             if isinstance(value, Tensor)
         ]
-        return [*found, self.sums]
+        return [*tensors, self.sums]
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class Cohort:
             return images, None
         with torch.no_grad():
             with self._forked():
-                found = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
-            return images, torch.stack(found)
+                logits = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
+            return images, torch.stack(logits)
 
     def output(self, name: str, clock: Clock) -> Output:
         """Return what a peer makes of the batch that `forward` has taken last.
@@ -242,8 +242,8 @@ class Cohort:
             begin = noise.start(address, self.device)
             flat, std, extra = self.parts.place_peer(posterior, begin)
             logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
-        found = dict(zip(self.layers, features, strict=True))
-        return Output(posterior, Weights({}, flat, std), logits, found)
+        outputs = dict(zip(self.layers, features, strict=True))
+        return Output(posterior, Weights({}, flat, std), logits, outputs)
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:
@@ -275,11 +275,11 @@ class Cohort:
             for posterior in self.peers.values():
                 stack.enter_context(kept_buffers(posterior.network))
             batch = self.forward(clock)
-            found = []
+            norms = []
             for name, posterior in self.peers.items():
                 values = [value for value, _ in self.state.of_terms(term_value, batch, name)]
-                found.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
-            return torch.stack(found)
+                norms.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
+            return torch.stack(norms)
 
 
 def _count_derived(batch: Batch) -> int:

@@ -72,14 +72,14 @@ def newly_inert(shares: Mapping[str, float], counts: dict[str, int], peer: str) 
         counts: how often in a row a share was small, by peer and term; changed.
         peer: whose terms they are.
     """
-    found = []
+    inert = []
     for term, share in shares.items():
         key = f"{peer}/{term}"
         counts[key] = counts.get(key, 0) + 1 if share < INERT else 0
         if counts[key] == (1 if share == 0 else 2):
-            found.append(term)
+            inert.append(term)
             counts[key] = _SAID
-    return found
+    return inert
 
 
 def note_shares(

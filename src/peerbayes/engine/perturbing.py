@@ -115,8 +115,8 @@ class Perturbation:
         scale: float | Tensor = 1.0
         with torch.enable_grad():
             if self.kind in ("ods", "conf_ods"):
-                one = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
-                said = teachers.pick(passes.run, moved, passes.tensors, one, passes.autocast)
+                picked = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
+                said = teachers.pick(passes.run, moved, passes.tensors, picked, passes.autocast)
                 p = (said / self.temperature).softmax(-1)
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
                 scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
@@ -127,8 +127,10 @@ class Perturbation:
             else:
                 pairs = self._pair(pair(address, len(teachers), images.device), passes)
                 with passes.forked():
-                    found = [_target_and_logits(one, images, moved, passes.lane, 2 * n) for n, one in enumerate(pairs)]
-                apart = [_cross_entropy(target, logits) for target, logits in found]
+                    compared = [
+                        _target_and_logits(two, images, moved, passes.lane, 2 * n) for n, two in enumerate(pairs)
+                    ]
+                apart = [_cross_entropy(target, logits) for target, logits in compared]
                 value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
         return gradient, scale
@@ -167,11 +169,11 @@ class Perturbation:
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         both = torch.cat([images, self.in_parts(images, number, tensors, autocast)])
-        found = {}
+        distances = {}
         for who, logits in all_logits(both, self.teachers, tensors, student, autocast).items():
             for when, part in zip(("before", "after"), logits.log_softmax(-1).chunk(2, 1), strict=True):
-                found[f"{who}_{when}"] = mean_pairwise_kl(part).item()
-        return found
+                distances[f"{who}_{when}"] = mean_pairwise_kl(part).item()
+        return distances
 
     def _pair(self, chosen: Tensor, passes: Passes) -> list[Callable[[Tensor, int], Tensor]]:
         """Return functions of images and 0 or 1: the logits of two teachers and, if asked for, of two members."""

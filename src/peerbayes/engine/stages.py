@@ -213,11 +213,11 @@ class StageState:
             batch: what terms see of the step.
             peer: the name of the peer whose terms they are.
         """
-        found = []
+        answers = []
         for term, options in self.terms:
             with of_term(self.place, term.name):
-                found.append(ask(term, options, batch, peer))
-        return found
+                answers.append(ask(term, options, batch, peer))
+        return answers
 
     def set_learning_rate(self, value: float) -> None:
         """Set the learning rate of every optimiser."""
@@ -259,8 +259,8 @@ class StageState:
 
     def gradients(self, owner: str) -> list[Tensor]:
         """Return the gradients of an owner's parameters."""
-        found = (parameter.grad for parameter in self.parameters.get(owner, {}).values())
-        return [grad for grad in found if grad is not None]
+        gradients = (parameter.grad for parameter in self.parameters.get(owner, {}).values())
+        return [grad for grad in gradients if grad is not None]
 
     def average_shared_gradients(self, count: int) -> None:
         """Divide the gradients of shared helpers, which every peer has added to, by the number of peers."""

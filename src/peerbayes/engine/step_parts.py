@@ -130,9 +130,9 @@ def figure_names(state: StageState, batch: Batch, peers: Iterable[str]) -> list[
     """
     keys = []
     for peer in peers:
-        found = state.of_terms(term_value, batch, peer)
+        values_and_notes = state.of_terms(term_value, batch, peer)
         keys += [f"{peer}|terms|{term.name}" for term, _ in state.terms]
-        keys += [f"{peer}|notes|{note}" for _, notes in found for note in notes]
+        keys += [f"{peer}|notes|{note}" for _, notes in values_and_notes for note in notes]
         keys.append(f"{peer}|train|accuracy")
     return keys
 

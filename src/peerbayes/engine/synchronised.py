@@ -46,9 +46,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty((ctx.rows, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous())
-        return own, None
+        rows = grad.new_empty((ctx.rows, *grad.shape[1:]))
+        dist.reduce_scatter_tensor(rows, grad.contiguous())
+        return rows, None
 
 
 def synchronise_batch_norm(network: nn.Module, world: World) -> None:
@@ -144,7 +144,7 @@ def _batch_norm(
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
     shape = (1, -1, *[1] * (input.dim() - 2))
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
-    found = (wide - mean.view(shape)) * scale.view(shape)
+    normalised = (wide - mean.view(shape)) * scale.view(shape)
     if bias is not None:
-        found = found + bias.view(shape)
-    return found.to(input.dtype)
+        normalised = normalised + bias.view(shape)
+    return normalised.to(input.dtype)

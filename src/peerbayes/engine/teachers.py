@@ -98,14 +98,14 @@ class Teachers:
 
     def tensors(self, step: int | Tensor) -> list[Tensors]:
         """Return each teacher's weights at a step; those of points are the same at all."""
-        found = []
+        tensors = []
         for place, number in self.places:
             posterior = self.posteriors[place]
             address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
             if 1 < self.draws < posterior.members:
                 address = self._of_some_member(address, posterior, step, number)
-            found.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
-        return found
+            tensors.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
+        return tensors
 
     def _of_some_member(self, address: Address, posterior: Posterior, step: int | Tensor, number: int) -> Address:
         """Return where a draw of a member at random lies, others than those of the step's other draws."""
@@ -130,11 +130,11 @@ class Teachers:
             autocast: dtype of forward passes; None for float32.
             lane: by a teacher's name.
         """
-        found = []
-        for number, ((place, _), own) in enumerate(zip(self.places, tensors, strict=True)):
+        logits = []
+        for number, ((place, _), drawn) in enumerate(zip(self.places, tensors, strict=True)):
             with lane(f"teacher {number}"):
-                found.append(run(self._plain[place], images, own, autocast))
-        return found
+                logits.append(run(self._plain[place], images, drawn, autocast))
+        return logits
 
     def pick(
         self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
@@ -192,11 +192,11 @@ def all_logits(
         student: left in evaluation mode if it has several members.
         autocast: dtype of forward passes; None for float32.
     """
-    found = {}
+    logits = {}
     if teachers is not None and len(teachers) > 1:
-        found["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
+        logits["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
     if student.members > 1:
         student.eval()
         with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-            found["members"] = student.forward_members(images)[0].float()
-    return found
+            logits["members"] = student.forward_members(images)[0].float()
+    return logits

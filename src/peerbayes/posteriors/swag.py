@@ -157,8 +157,8 @@ class Swag(Point):
         """Return the weights of the Gaussian that live at an address; all the same before training has ended."""
         if not self.stochastic:
             return self.centre()
-        own, low = normal(address, self.layout.size + self.count, self.device).split([self.layout.size, self.count])
-        wide = torch.addcmul(self.mean, self._variance.mul_(0.5).sqrt_(), own)
+        noise, low = normal(address, self.layout.size + self.count, self.device).split([self.layout.size, self.count])
+        wide = torch.addcmul(self.mean, self._variance.mul_(0.5).sqrt_(), noise)
         return self.weights(torch.addmv(wide, self._deviations.T, low, alpha=1 / math.sqrt(2 * (self.count - 1))))
 
     def options(self) -> dict[str, Any]:

@@ -242,13 +242,13 @@ class Stage(Strict):
     def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not given:
             raise ValueError("a stage needs at least one term")
-        found = {}
+        terms = {}
         for name, options in given.items():
             try:
-                found[name] = find_term(name).schema.model_validate(options).model_dump(exclude_none=True)
+                terms[name] = find_term(name).schema.model_validate(options).model_dump(exclude_none=True)
             except ValidationError as error:
                 raise nested(error, name, options) from None
-        return found
+        return terms
 
 
 class Evaluation(Strict):

@@ -122,10 +122,10 @@ def execute(
         failed = _train_packed(nodes, loaded, device, resume or not last, reporter, how)
         for error in failed.values() if not last else ():
             raise error
-    found = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+    of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
     if errors is not None:
-        errors.update(found)
-    for error in found.values() if errors is None else ():
+        errors.update(of_targets)
+    for error in of_targets.values() if errors is None else ():
         raise error
     return [node.run() for node in plan.targets]
 
@@ -209,7 +209,7 @@ def _take_over(node: Node, device: torch.device) -> None:
         run.refuse_other_data(node.job.given.data)
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
-        posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
+        posterior.load_state({name_in_file: tensor.to(device) for name_in_file, tensor in run[name].state().items()})
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = run[name].input_shape, run[name].class_names
         posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
@@ -227,7 +227,7 @@ def _check_folders(plan: Plan, resume: bool) -> None:
         refuse_occupied(node.job, True)
     # What a recipe makes again is told to whoever goes on with it; files and posteriors are somebody's choice.
     nodes = [*plan.targets, *plan]
-    nodes += [one for node in nodes for one in node.parents if isinstance(one, Node)]
+    nodes += [parent for node in nodes for parent in node.parents if isinstance(parent, Node)]
     for node in dict.fromkeys(node for node in nodes if node.finished):
         run = node.run()
         for name, start in node.starts.items():

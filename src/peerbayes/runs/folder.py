@@ -79,9 +79,9 @@ def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) ->
         if posterior.provenance.state == "trained":  # once it learns, it is another one
             posterior.provenance = replace(posterior.provenance, parent=posterior.digest(), state="untrained")
     parents = {peer_called(name): posterior.provenance.parent for name, posterior in peers.items()}
-    found = {who: parent for who, parent in parents.items() if parent}
+    origins = {who: parent for who, parent in parents.items() if parent}
     known = [teacher.digest() for teacher in teachers]
-    return found | ({TAUGHT_BY: " ".join(known)} if known else {})
+    return origins | ({TAUGHT_BY: " ".join(known)} if known else {})
 
 
 def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:

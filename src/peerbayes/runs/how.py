@@ -51,8 +51,8 @@ class How:
 
     def __post_init__(self) -> None:
         for name, choice in {"engine": Engine, "precision": Precision, "placement": Placement}.items():
-            if getattr(self, name) not in (words := get_args(choice)):
-                raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(words)}")
+            if getattr(self, name) not in (choices := get_args(choice)):
+                raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(choices)}")
         for name in ("checkpoint_every", "pack"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
@@ -116,8 +116,8 @@ def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> No
         options: names of the keyword arguments.
         functions: the one that was called, and those that take what it passes on.
     """
-    own = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
-    known = {*own, *(field.name for field in fields(How))}
+    arguments = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
+    known = {*arguments, *(field.name for field in fields(How))}
     for option in options:
         if option not in known:
             raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, known)}")

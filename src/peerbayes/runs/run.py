@@ -592,9 +592,9 @@ def run_of(posterior: Posterior) -> Run | None:
 def runs_below(folder: Path) -> list[Path]:
     """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
     # What the seeds of a run started from lies beside them, and was not asked for.
-    found = [path.parent for path in folder.glob("*/recipe.toml")]
-    seeds = [path for path in found if re.fullmatch(r"seed\d+", path.name)]
-    return sorted(seeds or found, key=lambda run: (_by_number(run.name), run.name))
+    folders = [path.parent for path in folder.glob("*/recipe.toml")]
+    seeds = [path for path in folders if re.fullmatch(r"seed\d+", path.name)]
+    return sorted(seeds or folders, key=lambda run: (_by_number(run.name), run.name))
 
 
 def _why(folder: Path) -> str:
@@ -682,12 +682,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{origin}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise InputError(f"{origin}: expected a JSON object, found {type(parsed).__name__}")
+    return parsed
 
 
 def _tuples(inputs: Mapping[str, Any]) -> dict[str, Any]:

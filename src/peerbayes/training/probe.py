@@ -52,7 +52,7 @@ class Probe:
         for name, posterior in cohort.peers.items():
             logits, features, weights = self._try_network(name, cohort.layers)
             outputs[name] = Output(posterior, weights, logits, features)
-        found = Batch(
+        batch = Batch(
             self.labels,
             outputs,
             cohort.state.modules,
@@ -62,9 +62,9 @@ class Probe:
             teachers=self._try_teachers(to_unit(self.images)),
         )
         for name in cohort.peers:
-            self._refuse_idle(name, found)
+            self._refuse_idle(name, batch)
         with torch.no_grad():
-            return figure_names(cohort.state, found, cohort.peers)
+            return figure_names(cohort.state, batch, cohort.peers)
 
     def _refuse_idle(self, peer: str, batch: Batch) -> None:
         """Refuse terms of which none has a gradient for a peer."""
@@ -132,10 +132,10 @@ class Probe:
             except Exception as error:  # a user's network may raise anything
                 shape, why = tuple(images.shape[1:]), reason(error)
                 raise InputError(f"a teacher can't take {self.data.name}'s inputs, of shape {shape}: {why}") from error
-            for number, found in enumerate(logits, start=1):
-                if found.shape != (len(images), self.data.classes):
+            for number, taught in enumerate(logits, start=1):
+                if taught.shape != (len(images), self.data.classes):
                     raise InputError(
-                        f"teacher {number} of {len(logits)} knows {found.shape[-1]} classes, but {self.data.name} has "
+                        f"teacher {number} of {len(logits)} knows {taught.shape[-1]} classes, but {self.data.name} has "
                         f"{self.data.classes}"
                     )
         return self.cohort.consult(images, 0)[1]
@@ -160,8 +160,8 @@ class Probe:
                     ) from error
                 self._check_logits(peer, logits, training)
                 if training:  # with gradients
-                    found = logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
-        return found
+                    tried = logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
+        return tried
 
     def _check_logits(self, peer: str, logits: Any, training: bool) -> None:
         who, when = f"the network of peer '{peer}'", " while it trains" * training

@@ -55,7 +55,7 @@ class Looks:
             kept: what an error says of checkpoints.
         """
         splits = {"valid": self.data.validation, "test": self.data.test if self._tests_at(epoch) else None}
-        found = {}
+        figures = {}
         for kind, split in splits.items():
             if split is None:
                 continue
@@ -70,9 +70,9 @@ class Looks:
                     "rate"
                 )
             if first:
-                found[f"{kind}_accuracy"] = metrics.accuracy(log_p.exp(), labels)
-                found[f"{kind}_nll"] = metrics.nll_from_log(log_p, labels)
-        return found
+                figures[f"{kind}_accuracy"] = metrics.accuracy(log_p.exp(), labels)
+                figures[f"{kind}_nll"] = metrics.nll_from_log(log_p, labels)
+        return figures
 
     def perturbed(
         self, peer: str, perturb: Perturbation, step: int, epoch: int, autocast: torch.dtype | None

@@ -120,11 +120,11 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         images = to_unit(_some(loaded, "train", where)[0])
         kinds = [kind for kind in KINDS if teachers.alike or kind not in PICKS]
         kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
-        found = {"as they are": _apart(images, teachers, student)}
+        distances = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(_as_in(run, kind), teachers, {name: student}, run.seed)
-            found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
-        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
+            distances[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
+        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": distances})
     return {"split": "training", "series": _told_apart(series)}
 
 
@@ -154,10 +154,12 @@ def _label(run: Run) -> str:
 
 def _told_apart(series: Sequence[Record]) -> list[Record]:
     """Return the series with their folders' names in labels that would be those of others, too."""
-    labels = [one["label"] for one in series]
+    labels = [curve["label"] for curve in series]
     return [
-        one | {"label": f"{one['label']} ({Path(one['folder']).name})"} if labels.count(one["label"]) > 1 else one
-        for one in series
+        curve | {"label": f"{curve['label']} ({Path(curve['folder']).name})"}
+        if labels.count(curve["label"]) > 1
+        else curve
+        for curve in series
     ]
 
 
