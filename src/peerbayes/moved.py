@@ -74,11 +74,11 @@ class _Moved(ModuleType):
         if name.startswith("__") or (name not in self._homes and "*" not in self._homes):
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
         home = self._homes.get(name) or self._homes["*"]
-        found = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(home), name)
         public = getattr(sys.modules["peerbayes"], "_HOMES", {})
         now = f"peerbayes.{name}" if name in public else f"{home}.{name}"
         warnings.warn(f"{self.__name__}.{name} is now {now}", DeprecationWarning, stacklevel=2)
-        return found
+        return value
 
     def __dir__(self) -> list[str]:
         return sorted(self._homes)

@@ -125,6 +125,6 @@ def main(arguments: list[str] | None = None) -> Any:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
-        words = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
-        say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
+        message = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
+        say(message if "\n" in message else f"peerbayes: {message.rstrip('.')}; see --help", err=True)
         sys.exit(2)

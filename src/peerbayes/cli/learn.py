@@ -232,7 +232,7 @@ def adopt(
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
         show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
         return
-    found = adopting.adopt(
+    adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
@@ -243,7 +243,7 @@ def adopt(
         **settings,
         **how,
     )
-    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
+    typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
 
 
 def distill(
@@ -361,7 +361,7 @@ def sweep(
     from peerbayes.studies import sweeps
     from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 
-    found = sweeps.sweep(
+    swept = sweeps.sweep(
         recipe,
         over,
         seeds=parse_seeds(seeds),
@@ -381,11 +381,11 @@ def sweep(
         reporter=reporter(quiet),
     )
     if as_json:
-        say(json.dumps(found.table, indent=1))
+        say(json.dumps(swept.table, indent=1))
     else:
-        say(sweep_table(found))
-    written = [found.folder / "sweep.json", *write_sweep_figure(found)]
+        say(sweep_table(swept))
+    written = [swept.folder / "sweep.json", *write_sweep_figure(swept)]
     if not as_json:
         say("\n" + ", ".join(map(str, written)))
-    if all(row["state"] == "failed" for row in found.table):
+    if all(row["state"] == "failed" for row in swept.table):
         raise typer.Exit(1)

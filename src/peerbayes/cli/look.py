@@ -36,12 +36,12 @@ def recipes(
             recipe = load_recipe(words[-1])
         say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
-    found = {key: load_recipe(key) for key in packaged()}
+    recipes_by_name = {key: load_recipe(key) for key in packaged()}
     if as_json:
-        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in recipes_by_name.items()]))
         return
-    width = max(map(len, found))
-    for key, recipe in found.items():
+    width = max(map(len, recipes_by_name))
+    for key, recipe in recipes_by_name.items():
         say(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
 
 
@@ -277,8 +277,8 @@ def size(
     trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
-        found = [record for run in runs for record in sizes(run, **how)]
-    say(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
+        records = [record for run in runs for record in sizes(run, **how)]
+    say(json.dumps(records, indent=1) if as_json else "\n\n".join(map(size_table, records)))
 
 
 def figure(

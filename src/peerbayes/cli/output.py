@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a text that may hold names from files."""
+    """Print a text that may hold names from files.
+
+    Args:
+        text: printed without control characters.
+        err: to stderr.
+    """
     typer.echo(printable(text), err=err)
 
 
@@ -32,14 +37,27 @@ def reporter(quiet: bool) -> Reporter:
 
 
 def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManager[None]:
-    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`."""
+    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`.
+
+    Args:
+        quiet: show nothing.
+        patience: seconds before anything is shown.
+    """
     from peerbayes.training.reporters import waiting as shown
 
     return shown(quiet, patience)
 
 
 def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
-    """Evaluate a run on its test split, with data that other runs may share."""
+    """Evaluate a run on its test split, with data that other runs may share.
+
+    Args:
+        run: a trained one.
+        device: where to predict.
+        loaded: data sets that have been loaded.
+        quiet: show no progress.
+        how: what `peerbayes.evaluate` takes besides.
+    """
     from peerbayes.reports.records import evaluate
 
     data = loaded.of(run)
@@ -48,7 +66,12 @@ def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how:
 
 
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it."""
+    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it.
+
+    Args:
+        rows: a run each.
+        as_json: as JSON, not as text.
+    """
     if as_json:
         say(json.dumps(rows, indent=1))
         return
@@ -68,6 +91,13 @@ def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Pat
     """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
 
     ``folders`` tell the rows of a table apart.
+
+    Args:
+        records: of runs.
+        as_json: as JSON, not as a table.
+        many: whether there may be several.
+        folders: of the runs.
+        table: options of `text_table`.
     """
     from peerbayes.reports.tables import text_table
 

@@ -85,8 +85,8 @@ class ItemSplit:
         """
         images = torch.empty((len(index), *self.shape), dtype=self.dtype)
         with self._lock:
-            for place, number in enumerate(self.numbers[index.cpu()].tolist()):
-                images[place] = self._read(number)
+            for row, number in enumerate(self.numbers[index.cpu()].tolist()):
+                images[row] = self._read(number)
         labels = torch.zeros(0, dtype=torch.int64) if self.labels is None else self.labels[index.cpu()]
         return images.to(device), labels.to(device)
 
@@ -98,13 +98,13 @@ class ItemSplit:
             raise
         except Exception as error:  # an object of the user's may raise anything
             raise InputError(f"{where} of the data can't be read: {reason(error)}") from error
-        found = pixels(given, where, grey=self.shape[0] == 1)
-        if self.size is not None and tuple(found.shape[1:]) != (self.size, self.size):
-            found = resize(found[None], self.size)[0]
-        if tuple(found.shape) != self.shape or found.dtype != self.dtype:
-            raise InputError(f"{where} has shape {tuple(found.shape)} and {found.dtype}, but had {self.shape} and "
+        image = pixels(given, where, grey=self.shape[0] == 1)
+        if self.size is not None and tuple(image.shape[1:]) != (self.size, self.size):
+            image = resize(image[None], self.size)[0]
+        if tuple(image.shape) != self.shape or image.dtype != self.dtype:
+            raise InputError(f"{where} has shape {tuple(image.shape)} and {image.dtype}, but had {self.shape} and "
                              f"{self.dtype} before; does the data set change its items?")  # fmt: skip
-        return found
+        return image
 
 
 Stored = ArraySplit | FolderSplit | ItemSplit

@@ -405,8 +405,8 @@ def measure(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
     squares: Any = 0.0
     pixels = 0
     cpu = torch.device("cpu")
-    one = split.batch(torch.zeros(1, dtype=torch.int64), cpu)[0].numel()
-    for index in batches(len(split), max(1, _NUMBERS // one)):
+    numbers = split.batch(torch.zeros(1, dtype=torch.int64), cpu)[0].numel()
+    for index in batches(len(split), max(1, _NUMBERS // numbers)):
         images, _ = split.batch(index, cpu)
         values = images.double() if images.is_floating_point() else images.double() / 255
         total = total + values.sum((0, 2, 3))
@@ -424,14 +424,14 @@ def digest(split: Split) -> str:
     Of image files the last two parts of their paths and their sizes are looked at.
     """
     labels = split.labels
-    found = hashlib.blake2b(f"{len(split)} {None if labels is None else labels.tolist()}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{len(split)} {None if labels is None else labels.tolist()}".encode(), digest_size=16)
     index = torch.arange(0, len(split), max(1, math.ceil(len(split) / 4096)))
     if isinstance(split, FolderSplit):
         for path in (Path(split.files[number]) for number in index.tolist()):
-            found.update(f"{path.parts[-2:]} {path.stat().st_size}".encode())
+            digest.update(f"{path.parts[-2:]} {path.stat().st_size}".encode())
     else:
         for part in index.split(256):
             rows = split.batch(part, torch.device("cpu"))[0].contiguous()
-            found.update(f"{rows.dtype} {tuple(rows.shape)}".encode())
-            found.update(rows.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(f"{rows.dtype} {tuple(rows.shape)}".encode())
+            digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

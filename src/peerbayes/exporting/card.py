@@ -261,8 +261,8 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
         columns = {**FIGURES, **CALIBRATED}
     wanted = {*about["peers"], *([ENSEMBLE] if len(about["peers"]) > 1 else [])}
     only = [{**record, "peers": [p for p in record["peers"] if p.get("name") in wanted]} for record in records]
-    found = [row for row in rows(only, columns) if row.peer in wanted]
-    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in found])
+    shown = [row for row in rows(only, columns) if row.peer in wanted]
+    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in shown])
     seeds = ", ".join(str(record["seed"]) for record in records)
     many = (
         f"mean ± standard error over seeds {seeds}" if len(records) > 1 else f"seed {seeds} alone, so without a spread"
@@ -343,7 +343,7 @@ def _limits(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]
     if run is not None and any(peer.start_from for peer in run.recipe.peers):
         limits += ["It started from other weights, whose data and licence bind it, too."]
     limits += ["No licence is stated here: who publishes it has to choose one that its data and weights allow."]
-    return "## Limits\n\n" + "\n".join(f"- {one}" for one in limits)
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
 
 
 # ---- Markdown --------------------------------------------------------------------------------------------------------

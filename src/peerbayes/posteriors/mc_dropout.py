@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
-from peerbayes.posteriors.base import Source, Weights
-from peerbayes.posteriors.network_state import evaluating
+from peerbayes.networks.network_state import evaluating
+from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance
@@ -139,8 +140,8 @@ class _Masked(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.met = True
         if self.training:
-            found: Tensor = self.layer(inputs)
-            return found
+            outputs: Tensor = self.layer(inputs)
+            return outputs
         shape = inputs.shape[1:2] + (1,) * (inputs.dim() - 2) if self.whole else inputs.shape[1:]
         begin = (self.key.detach().float() * 2.0**24).to(torch.int64).reshape(1)
         stays = (uniform_from(begin, math.prod(shape)) >= self.p).float() / (1 - self.p)

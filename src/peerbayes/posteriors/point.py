@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.flat_network import Weights
 
 
 class Point(Posterior):

@@ -67,11 +67,11 @@ def fitted_to(recipe: Recipe, loaded: Dataset) -> Recipe:
 def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
     asked = loaded.stats is not None
-    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
+    inputs = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
     known = loaded.vocabulary
     if known is None:
-        return found
-    return replace(found, tokens=known.size, dimension=known.dimension, padding=known.padding)
+        return inputs
+    return replace(inputs, tokens=known.size, dimension=known.dimension, padding=known.padding)
 
 
 def refuse_other_words(folder: Path, loaded: Dataset) -> None:

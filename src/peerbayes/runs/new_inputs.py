@@ -50,7 +50,12 @@ class NewInputs:
 
     @classmethod
     def of(cls, kind: str, split: Split) -> NewInputs:
-        """Return a split as inputs that are numbered."""
+        """Return a split as inputs that are numbered.
+
+        Args:
+            kind: what each is: ``file``, ``image`` or ``text``.
+            split: whose inputs they are.
+        """
 
         def read(names: Sequence[str], first: int, device: torch.device) -> Tensor:
             return split.batch(torch.arange(first, first + len(names)), device)[0]
@@ -173,7 +178,12 @@ class ImageSplit:
         return len(self.images)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `peerbayes.data.splits.Split.batch`."""
+        """See `peerbayes.data.splits.Split.batch`.
+
+        Args:
+            index: numbers of the images, (B,).
+            device: that the batch is put on.
+        """
         images = [self._image(number) for number in index.tolist()]
         for number, image in zip(index.tolist(), images, strict=True):
             if image.dtype != images[0].dtype:
