@@ -22,6 +22,7 @@ from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
 from peerbayes.reports.page import write_report
 from peerbayes.reports.record import KEPT, Record
@@ -318,8 +319,8 @@ def adopt(
     judged = {}
     for who, one in chosen.items():
         judged[who] = evaluate(
-            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
-            root=how.get("root"),
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
+            device=device, root=how.get("root"),
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])

@@ -80,7 +80,7 @@ def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     records = [done[seed][0] for seed in seeds]
     write_record(out / "records.json", records)
     evaluations = [done[seed][1][place] for place in range(len(done[seeds[0]][1])) for seed in seeds]
-    heading = f"What `adopt` makes of a plain network, on {TRAIN} digits"
+    heading = f"What adopting makes of a plain network, on {TRAIN} digits"
     first = [table(records), differences(records)]
     page = report_page(evaluations, heading, {}, summaries=first, findings=findings(records))
     write_bytes(out / "report.html", page.encode())
@@ -142,7 +142,7 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
     lines = [[f"minus {TEMPERED}, paired", *COMPARED]]
     for way in list(WAYS)[2:]:
         found = (_difference(records, way, heading) for heading in COMPARED)
-        lines.append([way, *(one.describe("").split(" (")[0] + " " + " *"[one.distinguishable] for one in found)])
+        lines.append([way, *(one.value + " " + " *"[one.distinguishable] for one in found)])
     return lines
 
 
