@@ -257,7 +257,8 @@ def retention_chart(records: Sequence[Record], ranking: str) -> list[Chart]:
     y = fitted("accuracy of those kept (%)", ends, 100.0)
     least = min(20 * math.floor(line.points[0].x / 20) for line in lines)
     frame = _Frame(Scale("inputs kept (%)", least, 100, range(least, 101, 20)), y, LINES)
-    caption = f"Accuracy of the inputs kept, those of lowest {ranking} first; bands are one standard error."
+    caption = f"Accuracy of the inputs kept, those of lowest {ranking} first"
+    caption += "; bands are one standard error." if any(p.error for line in lines for p in line.points) else "."
     return [Chart(frame.drawn(f"Accuracy by share kept, by {ranking}", [*_lines(frame, lines)]), caption, lines)]
 
 

@@ -176,7 +176,7 @@ def _differences(records: Sequence[Record]) -> Section:
         lines.append(ReportRow([*cells, *(x.value for x in found)], remarks=[x.remark for x in found]))
     if not lines:
         return Section("")
-    lone = [tables.ONE_SEED] * tables.has_lone_seed(records)
+    lone = [f"{_sentence(tables.ONE_SEED)}."] * tables.has_lone_seed(records)
     table = ReportTable(["difference", "seeds", *tables.FIGURES], lines)
     return Section("Differences, paired over seeds", lone, tables=[table])
 
@@ -218,13 +218,13 @@ def _promises(records: Sequence[Record]) -> Section:
     several = any(len(record["peers"]) > 1 for record in records)
     lines = []
     for one in promises(records):
-        verdict = "kept" if one.kept else "not kept here"
         who = [tables.title(one.record["method"]), str(one.record["seed"]), *[one.peer] * several]
-        cells = [*who, one.promised, one.shown, one.threshold, f"{one.found} ({verdict})"]
+        cells = [*who, one.promised, one.shown, one.threshold, one.found, "yes" if one.kept else "not here"]
         lines.append(ReportRow(cells, numbers[tables.key_of(one.record)]))
     if not lines:
         return Section("")
-    head = ["method", "seed", *["peer"] * several, "promised", "shown on", "threshold", "found on the test split"]
+    head = ["method", "seed", *["peer"] * several, "promised", "shown on", "threshold"]
+    head += ["found on the test split", "kept"]
     return Section("Promises", tables=[ReportTable(head, lines, len(head))])
 
 
@@ -277,9 +277,16 @@ def write_report(run: Run, record: Record) -> None:
     storage.write_bytes(run.folder / "report.html", page.encode())
 
 
-def write_page(path: Path, records: Sequence[Record], heading: str) -> None:
-    """Write the page of some records to a file, atomically."""
-    storage.write_bytes(path, report_page(records, heading, {}).encode())
+def write_page(
+    path: Path,
+    records: Sequence[Record],
+    heading: str,
+    summaries: Sequence[Sequence[Sequence[str]]] = (),
+    findings: Sequence[str] = (),
+) -> None:
+    """Write the page of some records to a file, atomically; arguments as of `report_page`."""
+    page = report_page(records, heading, {}, summaries=summaries, findings=findings)
+    storage.write_bytes(path, page.encode())
 
 
 def _picture(caption: str, figure: Figure, words: str = "") -> dict[str, str]:
