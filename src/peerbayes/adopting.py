@@ -22,8 +22,9 @@ from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
-from peerbayes.reports.page import write_report
+from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
 from peerbayes.reports.records import evaluate, write_record
 from peerbayes.reports.tables import ENSEMBLE
@@ -66,7 +67,8 @@ class Adopted:
         return self.runs[self.record["ship"]["run"]]
 
     def __str__(self) -> str:
-        return f"{adoption_table(self.record)}\n\n{self.record['verdict']}"
+        table = "\n".join(aligned(adoption_table(self.record), left=1))
+        return f"{table}\n\n{self.record['verdict']}"
 
 
 class Adoption:
@@ -318,8 +320,8 @@ def adopt(
     judged = {}
     for who, one in chosen.items():
         judged[who] = evaluate(
-            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
-            root=how.get("root"),
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
+            device=device, root=how.get("root"),
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])
@@ -350,6 +352,8 @@ def adopt(
             "to choose a temperature by."
         )
     write_record(folder / ADOPTED, record)
+    heading = f"What adopting makes of {Path(record['network']).name}"
+    write_page(folder / "report.html", by_run(judged), heading, [adoption_table(record)], [record["verdict"]])
     return Adopted(folder, chosen, record, judged)
 
 
@@ -474,7 +478,16 @@ def _passes(row: Record) -> str:
     return "1 pass" if row["passes"] == 1 else f"{row['passes']} passes"
 
 
-def adoption_table(record: Record) -> str:
+def by_run(evaluations: Mapping[str, Record]) -> list[Record]:
+    """Return the records of an adoption as those of methods, which are called as its runs are."""
+    found = []
+    for who, one in evaluations.items():  # settings differ where another width was chosen
+        own = {key: value for key, value in one.items() if not key.startswith("settings")}
+        found.append({**own, "method": who, "recipe": who})
+    return found
+
+
+def adoption_table(record: Record) -> list[list[str]]:
     """Return the rows as a table: the test split, the most certain images, others by entropy, corrupted ones, costs."""
     bad = record["corrupted"] is not None
     outside = any(row["auroc"] is not None for row in record["rows"])
@@ -487,7 +500,7 @@ def adoption_table(record: Record) -> str:
         cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []
         lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
-    return "\n".join(aligned(lines, left=1))
+    return lines
 
 
 def _figures(judged: Mapping[str, Any]) -> list[str]:

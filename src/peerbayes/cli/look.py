@@ -12,7 +12,7 @@ import typer
 
 from peerbayes.choices import SetMethod
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.output import judge_run, say, show, waiting
+from peerbayes.cli.output import judge_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -72,6 +72,7 @@ def evaluate(
     sort_peers: Annotated[
         bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
     ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also a page of all runs together, such as runs.html.")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
@@ -81,7 +82,7 @@ def evaluate(
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
-    from peerbayes.reports.page import write_report
+    from peerbayes.reports.page import write_page, write_report
     from peerbayes.reports.records import find_runs
     from peerbayes.runs.executor import Loaded
     from peerbayes.runs.run import Run
@@ -108,6 +109,8 @@ def evaluate(
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
+    if out is not None:
+        write_page(out, placed(records, folders), "Runs evaluated")
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
