@@ -414,7 +414,7 @@ def measure(
     def adopted() -> list[dict[str, Any]]:
         made = pb.adopt(
             start(), run=folder / "adopted", peers=2, epochs=task.epochs, extra_epochs=True, corrupted=None,
-            overrides=[*task.adopted, *DRAWS, "data.augment=[]"], **how,  # inputs are features, not pictures
+            overrides=[*task.adopted, *DRAWS], **how,
         )  # fmt: skip
         judged = judge(made.runs["extra"], "plain, trained on", splits, ["net"])
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])

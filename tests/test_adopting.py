@@ -212,14 +212,14 @@ def test_a_dry_run_says_all_and_writes_nothing(place, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_that_is_trained_sees_the_crops_that_training_on_data_has(place, adopted, tmp_path):
+def test_all_that_is_trained_sees_the_same_images(place, adopted, tmp_path):
     folder = place[0] / "run"
     names = {*adopted["folders"].values()}
-    assert {tuple(Run(folder / name).recipe.data.augment) for name in names} == {("crop",)}
-    assert {Run(folder / name).recipe.data.batch_size for name in names} == {64}
-    given = ("net.pth", "digits", tmp_path / "run")
-    own = Adoption(place[0] / given[0], *given[1:], name="mlp", overrides="data.augment=[]")
-    assert own.plain.recipe.data.augment == []
+    assert {tuple(Run(folder / name).recipe.data.augment) for name in names} == {()}
+    changed = Adoption(place[0] / "net.pth", "digits", tmp_path / "run", name="mlp", overrides="data.augment=['crop']")
+    nodes = [node for wave in changed.plan(["distilled", "compressed"]).waves for node in wave]
+    assert len(nodes) == 1 + len(WIDTHS) + 2
+    assert {tuple(node.recipe.data.augment) for node in nodes} == {("crop",)}
 
 
 # ---- a network that has learnt the validation images ----------------------------------------------------------------

@@ -24,7 +24,7 @@ from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import fitted_to, load_data
+from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.out_of_distribution import MIXED
 from peerbayes.reports.page import write_report
@@ -113,10 +113,7 @@ class Adoption:
         given = set_data(table, data, root)
         chosen = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}"))
         self.data: Dataset = given or load_data(chosen, root)
-        # Crops and flips as `train --data` has them, of all runs alike; the batches are those that were measured.
-        fitted = fitted_to(chosen, self.data).data.model_copy(update={"batch_size": chosen.data.batch_size})
-        last = load_recipe(chosen.model_copy(update={"data": fitted}), overrides)
-        self._table = with_full_paths(last).model_dump(exclude_none=True)
+        self._table = chosen.model_dump(exclude_none=True)
         self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "

@@ -105,7 +105,7 @@ def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
     adopted = adopt(
         plain.weights_file("net"), name=NETWORK, data=data, run=place / "adopted", peers=2, epochs=MORE,
         extra_epochs=True, compare={PAIR: pair}, seed=seed, resume=True, device="cpu",
-        overrides=[f"evaluation.out_of_distribution=['{OUTSIDE}']", "data.augment=[]"], reporter=Reporter(),
+        overrides=[f"evaluation.out_of_distribution=['{OUTSIDE}']"], reporter=Reporter(),
     )  # fmt: skip
     evaluations = []
     for who, one in adopted.evaluations.items():  # settings differ where another width was chosen
