@@ -227,17 +227,18 @@ def adopt(
         "seed": seed,
         "overrides": changes,
     }
+    smaller = [which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked]
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
-        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
     adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
-        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
+        smaller=smaller,
         resume=resume,
         reporter=reporter(quiet),
         **settings,

@@ -11,7 +11,7 @@ from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import Recipe
 
-FEWEST, STEPS = 16, 8  # images in a batch, and batches in an epoch, at least, of a recipe that is fitted to its data
+FEWEST, STEPS = 16, 32  # images in a batch, and batches in an epoch, at least, of a recipe that is fitted to its data
 
 
 def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:

@@ -166,6 +166,7 @@ class _Resolver:
         self._trains = trains  # whether runs that are missing will be trained
         self._recipes: dict[str, Recipe] = {}
         self._nodes: dict[Path, Node] = {}
+        self._asked = {job.folder.resolve(): job.recipe for job in jobs}
         self.jobs = [self._completed(job) for job in jobs]
         self._wanted: dict[Path, Job] = {}
         for job in self.jobs:
@@ -297,6 +298,8 @@ class _Resolver:
             path = Path(source).expanduser()
             if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
                 teachers.append(path)
+            elif path.resolve() in self._wanted:
+                teachers.append(self.node(self._wanted[path.resolve()]))
             elif is_recipe(source):
                 self._check_circle(source)
                 teachers.append(self.node(self._fitting(source, self.recipe(source), job, {})))
@@ -359,6 +362,8 @@ class _Resolver:
             peer["start_from"] = str(path.resolve()) if path.exists() else source
 
     def _recipe_of_teacher(self, source: str, path: Path, folder: Path) -> Recipe:
+        if not folder.exists() and folder.resolve() in self._asked:
+            return self._asked[folder.resolve()]
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
             raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
         with within("teachers.runs"):
