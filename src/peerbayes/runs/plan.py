@@ -18,7 +18,8 @@ from peerbayes.importing import allow, in_run
 from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior
-from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
+from peerbayes.recipes.packaged import packaged
+from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe
 from peerbayes.recipes.settings import Peer
 from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
 
