@@ -22,7 +22,7 @@ WITHOUT_EXAMPLE = {"Adopted", "adopt", "compress", "load_texts"}  # which train 
 ROOMS = ["errors.py", "lazy.py", "importing.py", "schema.py"]
 ROOMS += [f"{room}/**/*.py" for room in ("api", "codebook", "data", "inference", "kernels", "math", "metrics")]
 ROOMS += [f"{room}/**/*.py" for room in ("networks", "posteriors", "recipes", "terms", "studies", "bench")]
-ROOMS += ["exporting/*.py", "runs/hub.py"]
+ROOMS += ["exporting/*.py", "serving/*.py", "runs/hub.py"]
 
 
 def public(module_name):
