@@ -120,12 +120,11 @@ class _Form:
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition"))
         field = options.get(b"name", b"").decode("utf-8", "replace")
-        if field != FIELD or b"filename" not in options:
-            kind = "file" if b"filename" in options else "text"
-            raise Refused(422, f"expected files in the field '{FIELD}', got a {kind} in the field '{_short(field)}'")
+        if field != FIELD:
+            raise Refused(422, f"expected files in the field '{FIELD}', got a field '{_short(field)}'")
         if len(self.parts) == self.most:
             raise Refused(422, f"expected at most {self.most} images, got more")
-        self.parts.append((options[b"filename"].decode("utf-8", "replace"), bytearray()))
+        self.parts.append((options.get(b"filename", b"").decode("utf-8", "replace"), bytearray()))
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         self.parts[-1][1].extend(memoryview(data)[start:end])
