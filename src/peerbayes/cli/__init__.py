@@ -17,7 +17,7 @@ from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
 from peerbayes.cli.look import calibrate, evaluate, figure, judge, predict, recipes, size
 from peerbayes.cli.output import say
-from peerbayes.cli.ship import export
+from peerbayes.cli.ship import export, serve
 from peerbayes.cli.try_out import bench, demo, doctor
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
 from peerbayes.training.interruption import handled, stop
@@ -48,7 +48,7 @@ def _options(
 
 
 _TRAINING = (demo, recipes, train, adopt, distill, compress)
-for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, size, sweep, figure, bench, doctor):
+for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, serve, size, sweep, figure, bench, doctor):
     app.command()(_verb)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -319,15 +319,25 @@ def open_rgb(file: str) -> Image.Image:
     """Decode one 8-bit image file of `FORMATS` into RGB; transparency is dropped."""
     if os.path.exists(file) and not os.path.isfile(file):  # a pipe would be waited for
         raise InputError(f"{file}: is not a regular file, expected an image")
+    return decode_rgb(file, file)
+
+
+def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
+    """Decode an 8-bit image of `FORMATS` into RGB; transparency is dropped.
+
+    Args:
+        source: a file, or one that is open.
+        where: its name, which begins the error.
+    """
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(source, formats=FORMATS) as image:
             image.load()
     except UnidentifiedImageError as error:
-        raise InputError(f"{file}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
+        raise InputError(f"{where}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
     except Exception as error:  # decoders raise many types on broken files
-        reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
-        raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
-    return in_rgb(image, file)
+        reason = str(error).replace(where, "").strip(" '\"") or type(error).__name__
+        raise InputError(f"{where}: cannot be decoded as an image ({reason})") from error
+    return in_rgb(image, where)
 
 
 def natural_size(file: str) -> int:
