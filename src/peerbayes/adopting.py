@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from peerbayes import metrics
 from peerbayes.api.calibrating import calibrate, keep_together
 from peerbayes.api.compressing import compress
-from peerbayes.api.distilling import ALONE, distill, save_networks
-from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
@@ -24,7 +22,7 @@ from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
@@ -186,6 +184,8 @@ class Adoption:
             which: ``distilled`` or ``compressed``.
             before: folder of the Bayesian network's run.
         """
+        from peerbayes.api.distilling import ALONE
+
         source = ALONE if which == "distilled" else SMALL
         table = load_recipe(source).model_dump(exclude_none=True) | {"data": self._table["data"]}
         if which == "distilled":
@@ -204,6 +204,8 @@ class Adoption:
             before: the run of the Bayesian network.
             how: see `How`, with ``resume`` and ``reporter``.
         """
+        from peerbayes.api.distilling import ALONE, distill, save_networks
+
         folder = self.folder / which
         if self.module is not None:
             changes = self._smaller_changes(which)

@@ -89,7 +89,12 @@ def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
 
 
 def placed(records: Sequence[Record], folders: Sequence[Path]) -> list[Record]:
-    """Return records that say in which folder their runs are, by which tables tell them apart."""
+    """Return records that say in which folder their runs are, by which tables tell them apart.
+
+    Args:
+        records: of runs.
+        folders: of the same runs.
+    """
     return [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=True)]
 
 

@@ -207,7 +207,7 @@ def _few_bayesian(run: Run | None) -> dict[str, str]:
     found = {}
     for name, posterior in ((name, run[name]) for name in run) if run is not None else ():
         all_of_them = posterior.layout.size + posterior.rest_layout.size
-        if posterior.kind == "mean_field" and posterior.layout.size < all_of_them / 2:
+        if posterior.shareable and posterior.layout.size < all_of_them / 2:
             found[name] = f"{posterior.layout.size:,} of {all_of_them:,} weights"
     return found
 
