@@ -100,9 +100,13 @@ def make_optimizer(
             weight_decay=options.weight_decay,
             fused=on_gpu,
         )
-    if options.name not in ("adam", "adamw"):
-        assert_never(options.name)  # type checkers refuse a name that nothing above or below builds
-    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    kind: type[torch.optim.Adam]
+    if options.name == "adam":
+        kind = torch.optim.Adam
+    elif options.name == "adamw":
+        kind = torch.optim.AdamW
+    else:
+        assert_never(options.name)  # type checkers refuse a name that nothing builds
     return kind(groups, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 
