@@ -34,8 +34,8 @@ def rendered(figure: Figure, kind: str = "png") -> bytes:
     powers = {
         id(label)
         for axis in axes
-        for label in axis.get_ticklabels(which="both")
         if isinstance(axis.get_major_formatter(), LogFormatter)
+        for label in axis.get_ticklabels(which="both")
     }
     for text in figure.findobj(Text):
         if id(text) not in powers:
