@@ -62,7 +62,7 @@ def pytest_sessionfinish(session, exitstatus):
         session.config.getoption("--record"),
         exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
     )
-    if path is None or not finished:
+    if path is None or not finished or hasattr(session.config, "workerinput"):  # a worker's
         return
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
     outcomes = {

@@ -22,7 +22,7 @@ WITHOUT_EXAMPLE = {"Adopted", "adopt", "compress", "load_texts"}  # which train 
 ROOMS = ["errors.py", "lazy.py", "importing.py", "schema.py"]
 ROOMS += [f"{room}/**/*.py" for room in ("api", "codebook", "data", "inference", "kernels", "math", "metrics")]
 ROOMS += [f"{room}/**/*.py" for room in ("networks", "posteriors", "recipes", "terms", "studies", "bench")]
-ROOMS += [f"{room}/**/*.py" for room in ("cli", "engine", "exporting", "papers", "runs")]
+ROOMS += [f"{room}/**/*.py" for room in ("cli", "engine", "exporting", "papers", "runs", "serving")]
 ROOMS += ["training/[!r]*.py"]  # but for reporters
 
 

@@ -14,7 +14,8 @@ from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import describe
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe, packaged
+from peerbayes.recipes.packaged import packaged
+from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import Peer
 from peerbayes.runs.how import refuse_unknown

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
+from peerbayes.cli.completing import recipe_names, run_folders
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -43,6 +44,7 @@ def train(
         typer.Argument(
             metavar="[RECIPE...]",
             help="Names or TOML files of recipes.",
+            autocompletion=recipe_names,
             show_default="peers for images, text for texts, with --data",
         ),
     ] = None,
@@ -227,17 +229,18 @@ def adopt(
         "seed": seed,
         "overrides": changes,
     }
+    smaller = [which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked]
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
-        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
     adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
-        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
+        smaller=smaller,
         resume=resume,
         reporter=reporter(quiet),
         **settings,
@@ -247,11 +250,17 @@ def adopt(
 
 
 def distill(
-    runs: Annotated[list[Path], typer.Argument(help="The teachers: trained runs, weights files of runs, or recipes.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The teachers: trained runs, weights files of runs, or recipes.", autocompletion=run_folders
+        ),
+    ],
     into: Annotated[
         str | None,
         typer.Option(
             help="Recipe of the student; a name or TOML file.",
+            autocompletion=recipe_names,
             show_default="distil for one Bayesian network, distillation/latentbe for several teachers",
         ),
     ] = None,
@@ -286,10 +295,16 @@ def distill(
 
 
 def compress(
-    run: Annotated[Path, typer.Argument(help="A trained run with one peer, or a weights file of a run.")],
-    into: Annotated[str, typer.Option(help="Recipe of the shared weights; a name or TOML file.")] = "sharing/shared",
+    run: Annotated[
+        Path,
+        typer.Argument(help="A trained run with one peer, or a weights file of a run.", autocompletion=run_folders),
+    ],
+    into: Annotated[
+        str, typer.Option(help="Recipe of the shared weights; a name or TOML file.", autocompletion=recipe_names)
+    ] = "sharing/shared",
     first: Annotated[
-        str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
+        str,
+        typer.Option(help="Recipe that gives a network scales, where the run has none.", autocompletion=recipe_names),
     ] = "sharing/stage1",
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
     seed: Seed = 0,
@@ -319,7 +334,7 @@ def compress(
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.", autocompletion=recipe_names)],
     over: Annotated[
         list[str],
         typer.Option(

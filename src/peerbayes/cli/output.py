@@ -58,11 +58,12 @@ def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how:
         quiet: show no progress.
         how: what `peerbayes.evaluate` takes besides.
     """
+    from peerbayes.reports.examples import SHOWN
     from peerbayes.reports.records import evaluate
 
     data = loaded.of(run)
     with waiting(quiet):
-        return evaluate(run, data=data, device=device, root=loaded.root, **how)
+        return evaluate(run, data=data, examples=SHOWN, device=device, root=loaded.root, **how)
 
 
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
@@ -87,6 +88,16 @@ def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     say("nothing to train" if not rows else "nothing was written")
 
 
+def placed(records: Sequence[Record], folders: Sequence[Path]) -> list[Record]:
+    """Return records that say in which folder their runs are, by which tables tell them apart.
+
+    Args:
+        records: of runs.
+        folders: of the same runs.
+    """
+    return [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=True)]
+
+
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
     """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
 
@@ -99,13 +110,17 @@ def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Pat
         folders: of the runs.
         table: options of `text_table`.
     """
+    from peerbayes.reports.certified import promises
+    from peerbayes.reports.record import written
     from peerbayes.reports.tables import text_table
 
     if as_json:
-        say(json.dumps(records if many else records[0], indent=1))
+        figures = list(map(written, records))
+        say(json.dumps(figures if many else figures[0], indent=1))
         return
-    placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
-    say(text_table(placed or records, **table))
+    records = placed(records, folders) if folders else records
+    told = "\n".join(promise.sentence for promise in promises(records))
+    say("\n\n".join(filter(None, [text_table(records, **table), told])))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

@@ -336,7 +336,7 @@ def _text_data(
         name=_title(name),
         train=_encoded(train, vocabulary),
         validation=None if own is None else _encoded(own, vocabulary),
-        test=_encoded(test, vocabulary),
+        test=replace(_encoded(test, vocabulary), texts=test.texts),
         classes=found.classes,
         class_names=found.class_names,
         shape=(vocabulary.width,),

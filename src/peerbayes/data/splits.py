@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -139,6 +139,7 @@ class ArraySplit:
         labels: integers (N,), or None.
         rows: None for images in memory (N = M). For images that are mapped from a file, and may be larger than
             memory: int64 (N,), which of them belong to the split, in order.
+        texts: N texts that the token numbers were made of, to be shown; None where nobody shows them.
 
     Example:
         >>> import torch
@@ -154,6 +155,7 @@ class ArraySplit:
     images: Tensor
     labels: Tensor | None = None
     rows: Tensor | None = None
+    texts: Sequence[str] | None = field(default=None, repr=False)
     _near: Tensor = field(init=False, repr=False)  # the labels where the images are
 
     def __post_init__(self) -> None:
@@ -184,7 +186,7 @@ class ArraySplit:
     def to(self, device: torch.device | str) -> ArraySplit:
         """Return the split with its images in the memory of ``device``, where batches are then indexed."""
         if self.rows is None:
-            return ArraySplit(self.images.to(device), self.labels)
+            return ArraySplit(self.images.to(device), self.labels, texts=self.texts)
         images = torch.empty((len(self), *self.shape), dtype=self.images.dtype, device=device)
         for start in range(0, len(self), _CHUNK):
             images[start : start + _CHUNK] = self.images[self.rows[start : start + _CHUNK]].to(device)
@@ -195,7 +197,8 @@ class ArraySplit:
         labels = None if self.labels is None else self.labels[index.cpu()]
         if self.rows is not None:
             return ArraySplit(self.images, labels, self.rows[index.cpu()])
-        return ArraySplit(self.images[index.to(self.images.device)], labels)
+        texts = None if self.texts is None else [self.texts[place] for place in index.tolist()]
+        return ArraySplit(self.images[index.to(self.images.device)], labels, texts=texts)
 
     def sized(self, size: int) -> ArraySplit:
         """Return the split with its images resized to ``size`` by ``size`` (see :func:`resize`), in memory."""
@@ -316,15 +319,25 @@ def open_rgb(file: str) -> Image.Image:
     """Decode one 8-bit image file of `FORMATS` into RGB; transparency is dropped."""
     if os.path.exists(file) and not os.path.isfile(file):  # a pipe would be waited for
         raise InputError(f"{file}: is not a regular file, expected an image")
+    return decode_rgb(file, file)
+
+
+def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
+    """Decode an 8-bit image of `FORMATS` into RGB; transparency is dropped.
+
+    Args:
+        source: a file, or one that is open.
+        where: its name, which begins the error.
+    """
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(source, formats=FORMATS) as image:
             image.load()
     except UnidentifiedImageError as error:
-        raise InputError(f"{file}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
+        raise InputError(f"{where}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
     except Exception as error:  # decoders raise many types on broken files
-        reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
-        raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
-    return in_rgb(image, file)
+        reason = str(error).replace(where, "").strip(" '\"") or type(error).__name__
+        raise InputError(f"{where}: cannot be decoded as an image ({reason})") from error
+    return in_rgb(image, where)
 
 
 def natural_size(file: str) -> int:

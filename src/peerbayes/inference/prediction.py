@@ -418,11 +418,7 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
     if posterior.told_of_batch:
         return
     posterior.told_of_batch = True
-    layers = [
-        name
-        for name, module in posterior.network.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
-    ]
+    layers = joint_layers(posterior)
     if layers:
         more = f" (and {len(layers) - 1} more)" if layers[1:] else ""
         warnings.warn(
@@ -432,6 +428,15 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
             PeerbayesWarning,
             stacklevel=5,
         )
+
+
+def joint_layers(posterior: Posterior) -> list[str]:
+    """Return the layers by which what is predicted of an input depends on the inputs beside it."""
+    return [
+        name
+        for name, module in posterior.network.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
+    ]
 
 
 def predict_split(

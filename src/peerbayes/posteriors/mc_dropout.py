@@ -131,10 +131,10 @@ class MCDropout(Point):
 class _Masked(nn.Module):
     """Dropout that, in evaluation mode, leaves out what its key says; a key of 0 leaves out nothing."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, device: torch.device | None) -> None:
         super().__init__()
         self.layer, self.p, self.whole = layer, float(layer.p), isinstance(layer, CHANNELS)  # type: ignore[arg-type]
-        self.key = nn.Parameter(torch.zeros(()))
+        self.key = nn.Parameter(torch.zeros((), device=device))
         self.met = False  # whether it has been called
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -151,11 +151,12 @@ class _Masked(nn.Module):
 def _masked(network: nn.Module) -> nn.Module:
     """Return a copy of a network whose layers of dropout take a key."""
     masked, count = copy.deepcopy(network), 0
+    device = next((parameter.device for parameter in network.parameters()), None)
     for name, module in list(masked.named_modules()):
         if isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
             raise InputError(f"mc_dropout knows nn.Dropout, 1d, 2d and 3d, and '{name}' is a {type(module).__name__}")
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d) and name and 0 < module.p < 1:
-            masked.set_submodule(name, _Masked(module))
+            masked.set_submodule(name, _Masked(module, device))
             count += 1
     if not count:
         raise InputError(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
 import hashlib
 import io
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -20,12 +17,9 @@ from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.networks.checkpoint import is_checkpoint
-from peerbayes.recipes.matrix import expand
+from peerbayes.recipes.packaged import packaged, parsed, rows
 from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
-
-DEPTH = 64  # parts of a key in a recipe's file
-_DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEPTH}}}""")
 
 
 class Recipe(Strict):
@@ -230,27 +224,6 @@ def is_recipe(source: str) -> bool:
     return source in packaged() or (path.is_file() and not is_checkpoint(path))
 
 
-@functools.cache
-def packaged() -> Mapping[str, Path]:
-    """Return the recipes that come with the library by name (``mutual/digits-ours``), and the files that hold them."""
-    root = _package() / "recipes"
-    alone = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.toml")}
-    every = {**alone, **{name: path for name, (path, _) in _rows().items()}}
-    # Those that are named by what one wants come first.
-    return MappingProxyType(dict(sorted(every.items(), key=lambda item: ("/" in item[0], item[0]))))
-
-
-@functools.cache
-def _rows() -> Mapping[str, tuple[Path, dict[str, Any]]]:
-    """Return the recipes of the papers' matrices by name, with the files that hold them."""
-    files = sorted((_package() / "papers").rglob("*.toml"))
-    return {name: (path, row) for path in files for name, row in expand(_parsed(path, path.name), path.name).items()}
-
-
-def _package() -> Path:
-    return Path(str(resources.files("peerbayes")))
-
-
 def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:
     """Read a recipe by name or file (or take one), apply overrides such as ``stages.0.epochs=5``, and validate it.
 
@@ -284,7 +257,7 @@ def listed(overrides: str | Sequence[str]) -> Sequence[str]:
 
 def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a recipe's table; one that ``extends`` another has its keys, but for those it ``set``s or gives itself."""
-    table = dict(_rows()[name][1]) if name in _rows() else _parsed(path, origin)
+    table = dict(rows()[name][1]) if name in rows() else parsed(path, origin)
     if "extends" not in table and "base" not in table:
         return table
     changes = table.pop("set", [])
@@ -308,19 +281,6 @@ def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> di
     for line in changes:
         change(base, str(line), origin)
     return base | table
-
-
-def _parsed(path: Path, origin: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if _DEEP.search(text):  # which takes the parser minutes
-            raise InputError(f"{origin}: a key has more than {DEPTH} parts")
-        table: dict[str, Any] = tomllib.loads(text)
-        return table
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{origin}: not valid TOML ({error})") from None
 
 
 def _find(recipe: Any) -> tuple[Path, str, str]:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from peerbayes.posteriors import storage
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import RANKINGS, grouped, retention_by, title
 
 MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
@@ -52,17 +51,6 @@ def png(figure: Figure) -> bytes:
     return rendered(figure)
 
 
-def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]], str, str]]:
-    # One series a method and peer: label, that peer's records over seeds, colour by method, style by peer.
-    found = []
-    for number, group in enumerate(grouped(records).values()):
-        for place, peer in enumerate(group[0]["peers"]):
-            name = title(group[0]["method"]) + (f" {peer['name']}" if len(group[0]["peers"]) > 1 else "")
-            same = [p for r in group for p in r["peers"] if p["name"] == peer["name"]]
-            found.append((name, same, COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[place % 4]))
-    return found
-
-
 def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
     """Return a figure of one panel, and its axes."""
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
@@ -80,73 +68,6 @@ def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> 
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.25, linewidth=0.6)
     return figure, [list(row) for row in axes]
-
-
-def retention_figure(records: Sequence[Record]) -> Figure:
-    """Draw the accuracy of the images kept against the share kept, a panel a ranking; a band of one standard error."""
-    figure, (row,) = panels(1, len(RANKINGS), height=4.0)
-    for ranking, axes in zip(RANKINGS, row, strict=True):
-        for name, peers, colour, style in _series(records):
-            curves = [(retention_by(ranking, peer), peer["accuracy"]) for peer in peers]
-            measured = [{**curve, "1.0": accuracy} for curve, accuracy in curves if curve is not None]
-            if not measured:
-                continue
-            kept = np.array([float(share) for share in measured[0]]) * 100
-            values = np.array([list(curve.values()) for curve in measured]) * 100
-            mean = values.mean(0)
-            axes.plot(kept, mean, style, color=colour, label=name, marker="o", markersize=3)
-            if len(values) > 1:
-                error = values.std(0, ddof=1) / math.sqrt(len(values))
-                axes.fill_between(kept, mean - error, mean + error, color=colour, alpha=0.12, lw=0)
-        axes.set_xlabel(f"images kept, by lowest {ranking} (%)")
-        axes.set_ylabel("accuracy of those kept (%)")
-        if axes.get_lines():
-            axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def reliability_figure(records: Sequence[Record]) -> Figure:
-    """Accuracy against confidence, all seeds pooled; the diagonal is perfect calibration."""
-    figure, axes = new_axes()
-    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
-    for name, peers, colour, style in _series(records):
-        bins = [peer["reliability"] for peer in peers]
-        count = np.array([b["count"] for b in bins], dtype=float)
-        sums = [
-            (np.array([[x if x is not None else 0.0 for x in b[key]] for b in bins]) * count).sum(0)
-            for key in ("confidence", "accuracy")
-        ]
-        total = count.sum(0)
-        # A bin of a handful of images says nothing: the line passes over it.
-        full = total >= max(10, 0.005 * total.sum())
-        axes.plot(
-            sums[0][full] / total[full], sums[1][full] / total[full], style, color=colour, marker="o", markersize=3,
-            label=f"{name} (ECE {np.mean([p['ece'] for p in peers]):.3f})",
-        )  # fmt: skip
-    axes.set_xlabel("confidence")
-    axes.set_ylabel("accuracy")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def entropy_figure(records: Sequence[Record], other: str) -> Figure:
-    """Shares of images by entropy: of the test split (solid) and of another data set (dashed); means over seeds."""
-    figure, axes = new_axes()
-    for number, (name, peers, _, _) in enumerate(_series(records)):
-        found = [peer["out_of_distribution"][other] for peer in peers if other in peer.get("out_of_distribution", {})]
-        found = [one["entropy"] for one in found if "entropy" in one]
-        if not found:
-            continue
-        shares = entropy_shares(found)
-        for key, style in (("inside", "-"), ("outside", "--")):
-            colour = COLOURS[number % len(COLOURS)]
-            label = name if key == "inside" else f"{name}, {other}"
-            heights = [100 * share for share in shares[key]]
-            axes.stairs(heights, shares["edges"], color=colour, linestyle=style, label=label, linewidth=1.3)
-    axes.set_xlabel("entropy (nats)")
-    axes.set_ylabel("images (%)")
-    axes.legend(frameon=False, fontsize=7)
-    return figure
 
 
 def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
-from peerbayes.metrics.spread import paired_difference, summarise
+from peerbayes.metrics.spread import PairedDifference, paired_difference, summarise
 from peerbayes.reports.record import Record, alpha_title
 from peerbayes.showing import aligned
 
@@ -30,13 +30,27 @@ AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of."""
+    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of.
+
+    ``group`` is the method's key in `grouped`.
+    """
 
     method: str
     peer: str
     seeds: int
     cells: tuple[str, ...]
     data: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method against the one before it: figures by heading, paired over the seeds that both have."""
+
+    names: str
+    peers: str
+    seeds: int
+    figures: Mapping[str, PairedDifference]
 
 
 def title(method: str) -> str:
@@ -61,12 +75,12 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     for given in map(_with_order, records):
         record, number = given, 1
         while any(
-            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(_key(record), [])
+            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(key_of(record), [])
         ):
             number += 1
             record = {**given, "method": f"{title(given['method'])} ({number})"}
-        groups.setdefault(_key(record), []).append(record)
-        alike.setdefault(title(given["method"]), {})[_key(record)] = None
+        groups.setdefault(key_of(record), []).append(record)
+        alike.setdefault(title(given["method"]), {})[key_of(record)] = None
     for name, keys in alike.items():
         if len(keys) > 1 and all("folder" in record for key in keys for record in groups[key]):
             for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
@@ -107,7 +121,8 @@ def _with_order(record: Record) -> Record:
     return {**record, "method": f"Rényi {alpha_title(orders[0]) if alike else 'by edge'}"}
 
 
-def _key(record: Record) -> str:
+def key_of(record: Record) -> str:
+    """Return a record's key in `grouped`, once it has the name that it gets there."""
     return f"{record['recipe']}\0{label(record)}"
 
 
@@ -147,16 +162,24 @@ def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | 
 
 
 def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record], Columns]]:
-    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking."""
+    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking.
+
+    A single point does not disagree with itself, and is not ranked by that.
+    """
     found: dict[str, tuple[list[Record], Columns]] = {}
     for ranking in RANKINGS:
-        kept = _elsewhere(records, functools.partial(retention_by, ranking))
+        ranked = [record for record in records if ranking == "entropy" or _disagrees(record)]
+        kept = _elsewhere(ranked, functools.partial(retention_by, ranking))
         shares = [set(peer) - {"name"} for record in kept for peer in record["peers"]]
         common = sorted(set.intersection(*shares), key=float) if shares else []
         if common:
             heading = f"accuracy (%) of the images of lowest {ranking}, by the share kept"
             found[heading] = kept, {f"{100 * float(share):g} %": (share, 100.0) for share in common}
     return found
+
+
+def _disagrees(record: Record) -> bool:
+    return "ensemble" in record or any(peer.get("disagreement") != 0 for peer in record["peers"])
 
 
 def averaged_ways(records: Sequence[Record]) -> list[str]:
@@ -221,16 +244,16 @@ def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | N
 def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
     """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
     found = []
-    for group in grouped(records).values():
+    for key, group in grouped(records).items():
         names = [peer["name"] for peer in group[0]["peers"]]
         more = [AVERAGE] if len(names) > 1 else []
         more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
         for peer in [*names, *more]:
             cells = []
-            for key, scale in columns.values():
-                values = _values(group, peer, key)
+            for figure, scale in columns.values():
+                values = _values(group, peer, figure)
                 cells.append(cell([value * scale for value in values.values()], scale))
-            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"]))
+            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"], key))
     return found
 
 
@@ -260,22 +283,31 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
         >>> folder.cleanup()
     """
     found = []
-    for before, after, seeds in _compared(records):
-        parts = []
+    for one in compared(records, columns):
+        parts = [f"{name} {figure.describe(one_seed='')}" for name, figure in one.figures.items()]
+        paired = f"paired over {one.seeds} seeds" if one.seeds > 1 else "1 seed"
+        found.append(f"{', '.join(filter(None, [one.names, one.peers, paired]))}: {'; '.join(parts)}")
+    return found
+
+
+def compared(records: Sequence[Record], columns: Columns = FIGURES) -> list[Difference]:
+    """Return each method against the one before it, over the seeds they share."""
+    found = []
+    for before, after, seeds in _neighbours(records):
+        figures = {}
         for name, (key, scale) in columns.items():
             a, b = (
                 {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
                 for group in (after, before)
             )
-            parts.append(f"{name} {paired_difference(a, b).describe(one_seed='')}")
+            figures[name] = paired_difference(a, b)
         names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
-        peers = ", average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
-        paired = f"paired over {seeds} seeds" if seeds > 1 else "1 seed"
-        found.append(f"{names}{peers}, {paired}: {'; '.join(parts)}")
+        peers = "average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
+        found.append(Difference(names, peers, seeds, figures))
     return found
 
 
-def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
+def _neighbours(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
     """Return the groups that follow one another and are of one data set, with how many seeds they share."""
     found = []
     for before, after in itertools.pairwise(grouped(records).values()):
@@ -287,7 +319,7 @@ def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record
 
 def has_lone_seed(records: Sequence[Record]) -> bool:
     """Return whether any of the differences is that of one seed."""
-    return any(seeds == 1 for _, _, seeds in _compared(records))
+    return any(seeds == 1 for _, _, seeds in _neighbours(records))
 
 
 def text_table(

@@ -206,3 +206,15 @@ def _warn_of_known(run: Run, recipe: Recipe) -> None:
             PeerbayesWarning,
             stacklevel=2,
         )
+
+
+def check_finite(posterior: Posterior, who: str) -> None:
+    """Refuse weights and scales that are not finite; buffers may be so.
+
+    Args:
+        posterior: whose tensors are looked at.
+        who: begins the error.
+    """
+    for name, tensor in posterior.state().items():
+        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
+            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")

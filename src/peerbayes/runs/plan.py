@@ -18,7 +18,8 @@ from peerbayes.importing import allow, in_run
 from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.posteriors.base import Posterior
-from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe, packaged
+from peerbayes.recipes.packaged import packaged
+from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe
 from peerbayes.recipes.settings import Peer
 from peerbayes.runs.run import Run, default_folder, peers_at, read_json, read_recipe
 
@@ -166,6 +167,7 @@ class _Resolver:
         self._trains = trains  # whether runs that are missing will be trained
         self._recipes: dict[str, Recipe] = {}
         self._nodes: dict[Path, Node] = {}
+        self._asked = {job.folder.resolve(): job.recipe for job in jobs}
         self.jobs = [self._completed(job) for job in jobs]
         self._wanted: dict[Path, Job] = {}
         for job in self.jobs:
@@ -297,6 +299,8 @@ class _Resolver:
             path = Path(source).expanduser()
             if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
                 teachers.append(path)
+            elif path.resolve() in self._wanted:
+                teachers.append(self.node(self._wanted[path.resolve()]))
             elif is_recipe(source):
                 self._check_circle(source)
                 teachers.append(self.node(self._fitting(source, self.recipe(source), job, {})))
@@ -359,6 +363,8 @@ class _Resolver:
             peer["start_from"] = str(path.resolve()) if path.exists() else source
 
     def _recipe_of_teacher(self, source: str, path: Path, folder: Path) -> Recipe:
+        if not folder.exists() and folder.resolve() in self._asked:
+            return self._asked[folder.resolve()]
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
             raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
         with within("teachers.runs"):

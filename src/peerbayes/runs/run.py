@@ -10,6 +10,7 @@ weights-PEER.safetensors the trained posteriors
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -290,7 +291,7 @@ class Run(Mapping[str, Posterior]):
             _Line.parse(found[-1], f"{path}, line {number}")
         return found
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:
         """What the run's texts were encoded with; None for images."""
         path = self.folder / "vocabulary.json"

@@ -163,7 +163,7 @@ class Session:
             self.log.keep_until(step)
             self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
             for note in self.loaded.notes:
-                self.reporter.headline(note)
+                self.reporter.note(note)
             yield
 
     def finish(self) -> None:

@@ -122,6 +122,33 @@ def _as_one(log_p: Mapping[str, Tensor]) -> Tensor:
     return mean_of(torch.stack([first, *others])) if others else first
 
 
+SURE = 4.0  # standard errors between the accuracies of two splits, from which on they are not alike
+
+
+def learnt_by(held: float, held_count: int, test: float, test_count: int) -> str:
+    """Return that a network has most likely learnt its validation inputs, as the end of a sentence; else ''.
+
+    The accuracies of two splits of one kind, neither of which was learnt, differ by few standard errors.
+
+    Args:
+        held: accuracy of the validation split.
+        held_count: its inputs.
+        test: accuracy of the test split.
+        test_count: its inputs.
+    """
+    if not held_count or not test_count:
+        return ""
+    pooled = (held * held_count + test * test_count) / (held_count + test_count)
+    error = (pooled * (1 - pooled) * (1 / held_count + 1 / test_count)) ** 0.5
+    if held - test <= SURE * error:
+        return ""
+    return (
+        f"the network is right about {100 * held:.1f} % of the {held_count:,} validation inputs, but {100 * test:.1f} "
+        f"% of the {test_count:,} test inputs: most likely it has learnt the former. Give a validation split that it "
+        "has not learnt, such as a folder val/ beside train/ (validation= of peerbayes.data.load)"
+    )
+
+
 def keep_temperature(
     posterior: Posterior, temperature: float, weights: Path, certificate: Certificate | None = None
 ) -> None:
