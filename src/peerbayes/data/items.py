@@ -17,13 +17,16 @@ from peerbayes.data.splits import ArraySplit, FolderSplit, in_rgb, resize
 from peerbayes.errors import InputError, reason
 
 
-def pixels(image: Any, where: str, grey: bool = False) -> Tensor:
+def pixels(
+    image: Any, where: str, grey: bool = False, expected: str = "an image (a PIL image, an array or a tensor)"
+) -> Tensor:
     """Return one image as a data set of arrays would hold it: (C, H, W), uint8 or float32 in [0, 1].
 
     Args:
         image: a PIL image, an array or a tensor: (H, W), (H, W, C) or (C, H, W).
         where: of it, for messages.
         grey: keep the single channel of a grey PIL image, instead of three equal ones.
+        expected: what may be given, for messages.
     """
     if isinstance(image, Image.Image):
         array = np.asarray(image.convert("L") if grey and is_grey(image) else in_rgb(image, where))
@@ -34,7 +37,7 @@ def pixels(image: Any, where: str, grey: bool = False) -> Tensor:
             raise InputError(f"{where}: can't be made an array ({error})") from None
         if array.ndim not in (2, 3):
             kind = f"an array of shape {array.shape}" if array.ndim else f"a {type(image).__name__}"
-            raise InputError(f"{where}: expected an image (a PIL image, an array or a tensor), got {kind}")
+            raise InputError(f"{where}: expected {expected}, got {kind}")
     return formats.image_tensor(array[None], where)[0]
 
 

@@ -15,7 +15,6 @@ from peerbayes.posteriors.base import Posterior
 TOLERANCE = 1e-4  # of probabilities, entropy and disagreement
 CHECKED = 3  # draws that a file is compared with, where it can make any number
 SIZES = (3, 1)  # batches
-SEEDS = (0, 1)
 
 
 def inputs_like(shape: Sequence[int], tokens: int, batch: int) -> Tensor:

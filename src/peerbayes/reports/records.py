@@ -266,7 +266,12 @@ def _labels(split: Split) -> Tensor:
 
 
 def write_record(path: Path, record: Record | list[Record]) -> None:
-    """Write a record (or several) as JSON, atomically, without the inputs that pages show."""
+    """Write a record (or several) as JSON, atomically, without the inputs that pages show.
+
+    Args:
+        path: the file.
+        record: one, or several.
+    """
     figures = list(map(written, record)) if isinstance(record, list) else written(record)
     storage.write_bytes(path, (json.dumps(figures, indent=1) + "\n").encode())
 
