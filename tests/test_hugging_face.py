@@ -56,7 +56,7 @@ def test_from_an_object_to_a_promise_that_predictions_keep(digits, run):
 def test_from_an_object_to_a_program(digits, run, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     made = pb.export(run, out=tmp_path / "made")
-    session = onnxruntime.InferenceSession(made.path)
+    session = onnxruntime.InferenceSession(made.folder / "model.onnx")
     images = np.stack([np.asarray(image, np.float32)[None] / 255 for image in digits["test"]["img"][:5]])
     probabilities, *_ = session.run(None, {"images": images, "seed": np.array(0), "draws": np.array(3)})
     wanted = run.predict(digits["test"]["img"][:5], draws=3, device="cpu").probabilities
