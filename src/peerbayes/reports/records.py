@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -197,14 +196,9 @@ def _to_judge(data: Any, run: Run, root: str | Path | None) -> Dataset:
     size = None if words is not None else options.size
     if isinstance(data, str | Path):
         return load(data, root=root, size=size, stats=options.stats, vocabulary=words)
-    names = run.about.get("class_names")
-    said = run.about.get("data")
-    if said is not None:
-        with contextlib.suppress(InputError):  # a part of them alone could not be split so
-            again = load(data, validation=options.validation, size=size, vocabulary=words, names=names)
-            if again.digest() == said["digest"]:
-                return again
-    return load_judged(data, size=size, vocabulary=words, names=names)
+    if (again := run.as_learnt(data)) is not None:
+        return again
+    return load_judged(data, size=size, vocabulary=words, names=run.about.get("class_names"))
 
 
 def _last_epochs(run: Run, count: int) -> Record:
