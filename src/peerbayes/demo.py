@@ -36,7 +36,7 @@ WAYS = {  # rows of the table, by their names in the rows of an adoption
     f"{PAIR} + temperature": f"{PAIR} + temperature",
 }
 Figure = Callable[[Record], float | None]
-FIGURES: Mapping[str, tuple[Figure, float]] = {
+COLUMNS: Mapping[str, tuple[Figure, float]] = {
     "ACC": (lambda row: row["accuracy"], 100),
     "NLL": (lambda row: row["nll"], 1),
     "ECE": (lambda row: row["ece"], 1),
@@ -117,15 +117,15 @@ def _row(record: Record, way: str) -> Record:
 
 
 def _values(records: Sequence[Record], way: str, heading: str) -> dict[int, float]:
-    figure, scale = FIGURES[heading]
+    figure, scale = COLUMNS[heading]
     return {record["seed"]: scale * (figure(_row(record, way)) or 0.0) for record in records}
 
 
 def table(records: Sequence[Record]) -> list[list[str]]:
     """Return a row a way to predict, mean ± standard error over the seeds, below a row of heads."""
-    lines = [["", *FIGURES, "passes"]]
+    lines = [["", *COLUMNS, "passes"]]
     for way in WAYS:
-        cells = [cell([*_values(records, way, heading).values()], scale) for heading, (_, scale) in FIGURES.items()]
+        cells = [cell([*_values(records, way, heading).values()], scale) for heading, (_, scale) in COLUMNS.items()]
         passes = sorted({_row(record, way)["passes"] for record in records})
         lines.append([way, *cells, " to ".join(map(str, dict.fromkeys((passes[0], passes[-1]))))])
     return lines

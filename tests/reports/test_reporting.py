@@ -712,6 +712,23 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
     assert record["peers"][0]["nll"] == pytest.approx(pb.metrics.nll_from_log(log_p, loaded.test.labels))
 
 
+def test_a_new_column_is_one_line_and_empty_where_records_lack_it(records, monkeypatch):
+    """Its figure is there for peers of one method; ensembles, differences and other methods do without."""
+    monkeypatch.setitem(tables.FIGURES, "AUGRC", ("augrc", 1.0))
+    whole = json.loads(json.dumps(records))
+    method = whole[0]["method"]
+    for one in (one for one in whole if one["method"] == method):
+        for peer in one["peers"]:
+            peer["augrc"] = 0.125
+    rows = tables.rows(whole)
+    assert {row.cells[-1][:5] for row in rows if row.method == tables.title(method) and row.peer != "ensemble"} == {
+        "0.125"
+    }
+    assert {row.cells[-1] for row in rows if row.method != tables.title(method) or row.peer == "ensemble"} == {""}
+    assert "AUGRC" in tables.text_table(whole).splitlines()[0]
+    assert not any("AUGRC" in line for line in tables.differences(whole))
+
+
 @pytest.mark.parametrize("sort_peers", [False, True])
 def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers):
     given = []

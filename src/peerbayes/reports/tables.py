@@ -16,6 +16,8 @@ from peerbayes.reports.record import Record, alpha_title
 from peerbayes.showing import aligned
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
+# Columns of every table of results. A figure of `scoring.scored` needs a line here to be one; records, ensembles and
+# corrupted images that lack it have an empty cell.
 FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
 LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
@@ -127,12 +129,15 @@ def key_of(record: Record) -> str:
 
 
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
-    found: dict[int, float] = {}
+    """Return a peer's figure by seed, of the records that have it."""
+    by_seed: dict[int, float] = {}
     for record in records:
         chosen = [record["ensemble"]] if peer == ENSEMBLE else record["peers"]
-        values = [p[key] for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
-        found[record["seed"]] = sum(values) / len(values)
-    return found
+        values = [p.get(key) for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            by_seed[record["seed"]] = sum(known) / len(known)
+    return by_seed
 
 
 def only_corrupted(records: Sequence[Record]) -> list[Record]:
@@ -269,8 +274,8 @@ def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
         for peer in [*names, *more]:
             cells = []
             for figure, scale in columns.values():
-                values = _values(group, peer, figure)
-                cells.append(cell([value * scale for value in values.values()], scale))
+                values = _values(group, peer, figure).values()
+                cells.append(cell([value * scale for value in values], scale) if values else "")
             found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"], key))
     return found
 
@@ -332,7 +337,8 @@ def compared(records: Sequence[Record], columns: Columns = FIGURES) -> list[Diff
                 {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
                 for group in (after, before)
             )
-            figures[name] = paired_difference(a, b)
+            if a.keys() & b.keys():
+                figures[name] = paired_difference(a, b)
         names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
         peers = "average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
         found.append(Difference(names, peers, seeds, figures))
