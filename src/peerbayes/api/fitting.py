@@ -182,7 +182,7 @@ def job_for(
     """
     base = load_recipe(PEERS if recipe is None else recipe)
     base = base if epochs is None else over_epochs(base, epochs)
-    table = base.model_dump(exclude_none=True)
+    table = load_recipe(base, overrides).model_dump(exclude_none=True)  # which say how objects are split
     given = None if data is None else set_data(table, data, root)
     chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
     if recipe is None or any(peer.network == AUTO for peer in chosen.peers):

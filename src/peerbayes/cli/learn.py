@@ -170,11 +170,17 @@ def _train_and_show(
         write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
+        for done in finished:
+            shared["reporter"].headline(_next_step(done.folder))
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
+
+
+def _next_step(folder: Path) -> str:
+    return f"{folder}: weights, report.html; next: peerbayes predict {folder} FILES"
 
 
 def adopt(
@@ -235,6 +241,7 @@ def adopt(
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
         show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
+    told = reporter(quiet)
     adopted = adopting.adopt(
         checkpoint,
         data=data,
@@ -242,11 +249,12 @@ def adopt(
         corrupted=None if corrupted == "none" else corrupted,
         smaller=smaller,
         resume=resume,
-        reporter=reporter(quiet),
+        reporter=told,
         **settings,
         **how,
     )
     typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
+    told.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
 
 
 def distill(

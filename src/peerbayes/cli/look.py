@@ -65,7 +65,8 @@ def evaluate(
     averaged: Annotated[
         bool,
         typer.Option(
-            "--averaged", help="Also rank-one members as one network, by each way to average them, and recalibrated."
+            "--averaged",
+            help="Also in one pass: by the mean weights, or averaged members; and with batch-norm recalibrated.",
         ),
     ] = False,
     calibrated: Annotated[
@@ -106,7 +107,9 @@ def evaluate(
     loaded, records = Loaded(data_root), []
     opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
-        raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
+        raise InputError(
+            f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: they are plain networks"
+        )
     for run in opened:
         records.append(judge_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):

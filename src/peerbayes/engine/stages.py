@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +100,13 @@ def make_optimizer(
             weight_decay=options.weight_decay,
             fused=on_gpu,
         )
-    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    kind: type[torch.optim.Adam]
+    if options.name == "adam":
+        kind = torch.optim.Adam
+    elif options.name == "adamw":
+        kind = torch.optim.AdamW
+    else:
+        assert_never(options.name)  # type checkers refuse a name that nothing builds
     return kind(groups, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 

@@ -189,6 +189,7 @@ def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Pr
     told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:
-        return f"{told}, and no number of such images would show it; promise a higher risk"
+        alone = ", or coverage alone" * (promises.coverage is not None)
+        return f"{told}, and no number of such images would show it; promise a higher risk{alone}"
     enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
     return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"

@@ -53,7 +53,7 @@ class Posterior(PosteriorKind, FlatNetwork):
 
     has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
     shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
-    averages: ClassVar[tuple[str, ...]] = ()  # ways in which `average` makes one network of its members
+    averages: ClassVar[tuple[str, ...]] = ("mean",)  # ways in which `average` makes one plain network of it
     told_of_batch: bool = False  # that its predictions depend on the batch
 
     def __init__(
@@ -206,9 +206,9 @@ class Posterior(PosteriorKind, FlatNetwork):
         """Return the mean weights of one of its members; a posterior of one has no other."""
         return self.centre()
 
-    def average(self, merge: Any) -> nn.Module:
-        """Return one network that its members are averaged to, in one of the ways of `averages`."""
-        raise NotImplementedError
+    def average(self, merge: Any) -> nn.Module:  # noqa: ARG002
+        """Return one plain network that predicts in one pass, in one of the ways of `averages`: of the mean weights."""
+        return self.materialise()
 
     def counts(self) -> dict[str, int]:
         """Return how many weights are stored in which way, for records; nothing where each has its own numbers."""

@@ -60,6 +60,7 @@ class Laplace(Point):
 
     kind: ClassVar[str] = "laplace"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
 
     scale: Tensor
     bias_scale: Tensor

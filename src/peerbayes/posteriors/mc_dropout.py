@@ -51,6 +51,7 @@ class MCDropout(Point):
 
     kind: ClassVar[str] = "mc_dropout"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class Point(Posterior):
     kind: ClassVar[str] = "point"
     stochastic: ClassVar[bool] = False
     has_scales: ClassVar[bool] = False
+    averages: ClassVar[tuple[str, ...]] = ()
 
     def draw(self, address: Address) -> Weights:  # noqa: ARG002
         """Return the weights; every address gives the same."""

@@ -54,6 +54,7 @@ class Swag(Point):
 
     kind: ClassVar[str] = "swag"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
     shareable: ClassVar[bool] = True
 
     collected: Tensor

@@ -21,7 +21,7 @@ LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in 
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 RANKINGS = ("entropy", "disagreement")  # by which images are kept
-AVERAGED = "averaged"  # where figures of a peer's members as one network stand
+AVERAGED = "averaged"  # where figures of a peer's weights as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
@@ -192,18 +192,18 @@ def _disagrees(record: Record) -> bool:
 
 
 def averaged_ways(records: Sequence[Record]) -> list[str]:
-    """Return the ways in which the members of any peer were averaged, in the order in which they come."""
+    """Return the ways in which the weights of any peer were averaged, in the order in which they come."""
     return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
 
 
 def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
-    """Return the records with members that were averaged, with the figures of that in the place of the others.
+    """Return the records with weights that were averaged, with the figures of that in the place of the others.
 
-    Peers without members are left out.
+    Peers that are plain networks are left out.
 
     Args:
         records: of runs.
-        way: how members were averaged.
+        way: how weights were averaged.
     """
     judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
     with_members = [record for record in judged if record["peers"]]
@@ -384,7 +384,7 @@ def text_table(
     columns = FIGURES | (CALIBRATED if calibrated else {})
     sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
     for way, found in merged.items():
-        sections.append((f"members as one network, averaged by {way}:", found, columns))
+        sections.append((f"in one pass ({way}):", found, columns))
     for heading, last in last_headings(records).items():
         sections.append((f"{heading}:", last, LAST))
     for heading, (kept, shares) in retention_headings(records).items() if retention else ():

@@ -10,6 +10,7 @@ weights-PEER.safetensors the trained posteriors
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from peerbayes import networks
 from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import load as load_data_set
 from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, reason, within
@@ -235,6 +237,17 @@ class Run(Mapping[str, Posterior]):
             raise InputError(f"{self.folder}: was trained on data given from Python ({said['description']}): give them "
                              "again, as data=... in Python")  # fmt: skip
         return self._data
+
+    def as_learnt(self, given: Any) -> Dataset | None:
+        """Return data given as an object as the run has split them, if they are what it has learnt; else None."""
+        said, options, words = self.about.get("data"), self.recipe.data, self.vocabulary
+        if said is None:
+            return None
+        size, names = options.size if words is None else None, self.about.get("class_names")
+        with contextlib.suppress(InputError):  # a part of them alone could not be split so
+            again = load_data_set(given, validation=options.validation, size=size, vocabulary=words, names=names)
+            return again if again.digest() == said["digest"] else None
+        return None
 
     def refuse_other_data(self, loaded: Dataset) -> None:
         """Refuse data that are not those which were given from Python when the run began."""

@@ -58,8 +58,21 @@ def certify(
         promises: what is to be promised.
         data: name of the images' data set.
     """
+    log_p, labels = predicted_as_one(peers, split, draws, seed)
+    return certificate_of(log_p, labels, promises, seed, draws, data, next(iter(peers.values())).class_names)
+
+
+def predicted_as_one(peers: Mapping[str, Posterior], split: Split, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return log p̄ (N, C) of all peers as one at temperature 1, and the labels (N,).
+
+    Args:
+        peers: posteriors by name.
+        split: with labels.
+        draws: draws averaged, of each peer.
+        seed: with the peers' names, the address of the draws.
+    """
     log_p, labels = _predicted(peers, split, draws, seed)
-    return certificate_of(_as_one(log_p), labels, promises, seed, draws, data, next(iter(peers.values())).class_names)
+    return _as_one(log_p), labels
 
 
 def certificate_of(
