@@ -120,6 +120,7 @@ class Shared(Posterior):
     """
 
     kind: ClassVar[str] = "shared"
+    in_words: ClassVar[str] = "a codebook of Gaussians over the weights"
     stochastic: ClassVar[bool] = True
     made_of_posterior: ClassVar[bool] = True
 

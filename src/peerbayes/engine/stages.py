@@ -348,4 +348,6 @@ class seeded:
 def set_global_seed(address: Address) -> None:
     """Seed torch's global generators from an address: dropout and initialisers of any network follow it."""
     number = int(address.number)
-    torch.manual_seed((address.key + number * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))
+    # Without an accelerator `torch.manual_seed` writes down who called it, for one that it may find later.
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed((address.key + number * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))

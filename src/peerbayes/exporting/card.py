@@ -186,12 +186,9 @@ def _heading(about: Mapping[str, Any], run: Run | None) -> str:
 
 
 def _summary(about: Mapping[str, Any], run: Run | None) -> str:
-    kinds = {"point": "one set of weights", "mean_field": "a Gaussian over every weight"}
-    kinds |= {"rank_one": "members that share their weights", "shared": "a codebook of Gaussians over the weights"}
     few = {name: f"a Gaussian over {count}" for name, count in _few_bayesian(run).items()}
-    what = ", ".join(
-        f"`{name}`: {few.get(name, kinds.get(kind, kind))}" for name, kind in zip(about["peers"], about["posteriors"])
-    )
+    pairs = zip(about["peers"], about["posteriors"], strict=True)
+    what = ", ".join(f"`{name}`: {few.get(name) or Posterior.of_kind(kind).in_words or kind}" for name, kind in pairs)
     told = "" if run is None else f"{_text(run.recipe.title)}.\n\n"
     names = about["class_names"]
     more = "" if names is None or len(names) <= SHOWN else f" and {len(names) - SHOWN} more (`config.json` has all)"

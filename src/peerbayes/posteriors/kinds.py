@@ -58,6 +58,7 @@ class PosteriorKind:
     """A class of posteriors with a name of its own, under which recipes and files know it."""
 
     kind: ClassVar[str]
+    in_words: ClassVar[str] = ""  # what a model card says of it; by default the kind
     stochastic: ClassVar[bool]
     made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}

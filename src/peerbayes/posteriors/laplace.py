@@ -59,6 +59,7 @@ class Laplace(Point):
     """
 
     kind: ClassVar[str] = "laplace"
+    in_words: ClassVar[str] = "a Gaussian around the last layer, of the curvature of its loss"
     stochastic: ClassVar[bool] = True
     averages: ClassVar[tuple[str, ...]] = ("mean",)
 

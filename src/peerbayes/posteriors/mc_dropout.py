@@ -50,6 +50,7 @@ class MCDropout(Point):
     """
 
     kind: ClassVar[str] = "mc_dropout"
+    in_words: ClassVar[str] = "one set of weights, of which dropout leaves out others in each draw"
     stochastic: ClassVar[bool] = True
     averages: ClassVar[tuple[str, ...]] = ("mean",)
 

@@ -60,6 +60,7 @@ class MeanField(Posterior):
     anchor: Tensor
 
     kind: ClassVar[str] = "mean_field"
+    in_words: ClassVar[str] = "a Gaussian over every weight"
     stochastic: ClassVar[bool] = True
     shareable: ClassVar[bool] = True
 

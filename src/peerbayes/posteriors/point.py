@@ -33,6 +33,7 @@ class Point(Posterior):
     """
 
     kind: ClassVar[str] = "point"
+    in_words: ClassVar[str] = "one set of weights"
     stochastic: ClassVar[bool] = False
     has_scales: ClassVar[bool] = False
     averages: ClassVar[tuple[str, ...]] = ()

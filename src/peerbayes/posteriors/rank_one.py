@@ -73,6 +73,7 @@ class RankOne(Posterior):
     """
 
     kind: ClassVar[str] = "rank_one"
+    in_words: ClassVar[str] = "members that share their weights"
     stochastic: ClassVar[bool] = True  # unless it predicts by the average of its members
     averages: ClassVar[tuple[str, ...]] = get_args(Merge)
 

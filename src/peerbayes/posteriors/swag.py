@@ -53,6 +53,7 @@ class Swag(Point):
     """
 
     kind: ClassVar[str] = "swag"
+    in_words: ClassVar[str] = "a Gaussian through the last weights of SGD"
     stochastic: ClassVar[bool] = True
     averages: ClassVar[tuple[str, ...]] = ("mean",)
     shareable: ClassVar[bool] = True

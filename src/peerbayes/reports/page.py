@@ -65,6 +65,10 @@ def report_page(
 def write_report(run: Run, record: Record) -> None:
     """Write a run's record and its page into its folder.
 
+    Args:
+        run: a trained one.
+        record: of its evaluation.
+
     Example:
         >>> import tempfile
         >>> import peerbayes as pb
@@ -92,6 +96,14 @@ def write_page(
     summaries: Sequence[Sequence[Sequence[str]]] = (),
     findings: Sequence[str] = (),
 ) -> None:
-    """Write the page of some records to a file, atomically; arguments as of `report_page`."""
+    """Write the page of some records to a file, atomically.
+
+    Args:
+        path: the file.
+        records: of runs.
+        heading: of the page.
+        summaries: tables to begin with: rows, the first of them its head.
+        findings: sentences below them.
+    """
     page = report_page(records, heading, {}, summaries=summaries, findings=findings)
     storage.write_bytes(path, page.encode())

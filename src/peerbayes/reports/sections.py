@@ -75,7 +75,15 @@ def sections(
     summaries: Sequence[Sequence[Sequence[str]]],
     findings: Sequence[str],
 ) -> list[Section]:
-    """Return the sections of a page, some of which may show nothing; arguments as of `report_page`."""
+    """Return the sections of a page, some of which may show nothing.
+
+    Args:
+        records: of runs.
+        metrics: epochs' lines to draw, by caption.
+        more: other figures, by caption.
+        summaries: tables to begin with: rows, the first of them its head.
+        findings: sentences below them.
+    """
     return [
         Section("Summary", tables=[_summary(lines) for lines in summaries], after=findings),
         _results(records, bool(summaries)),
@@ -93,7 +101,12 @@ def sections(
 
 
 def method_name(record: Record, records: Sequence[Record]) -> str:
-    """Return what a reader calls the group of a record."""
+    """Return what a reader calls the group of a record.
+
+    Args:
+        record: of a run.
+        records: all of the page, whose data may differ.
+    """
     several = len({other["dataset"] for other in records}) > 1
     return tables.title(record["method"]) + (f" · {record['dataset']}" if several else "")
 

@@ -83,7 +83,13 @@ class Scale:
     bend: Callable[[float], float] = lambda value: value
 
     def at(self, value: float, start: float, end: float) -> float:
-        """Return where a value lies between two ends of the drawing."""
+        """Return where a value lies between two ends of the drawing.
+
+        Args:
+            value: in the unit of the axis.
+            start: where the lowest value lies.
+            end: where the highest value lies.
+        """
         low, high = self.bend(self.low), self.bend(self.high)
         share = (self.bend(value) - low) / (high - low)
         return start + min(1.0, max(0.0, share)) * (end - start)
@@ -144,7 +150,12 @@ class Frame:
         yield up.format((TOP + bottom) / 2, self.vertical.label)
 
     def drawn(self, words: str, content: Sequence[Markup]) -> Markup:
-        """Return the drawing: axes and content, with words for those who do not see it."""
+        """Return the drawing: axes and content, with words for those who do not see it.
+
+        Args:
+            words: what the drawing shows.
+            content: elements, in the order in which they are drawn.
+        """
         begin = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}">')
         parts = [begin.format(words, self.width, self.height), *self.axes(), *content, Markup("</svg>")]
         return Markup("\n").join(parts)
