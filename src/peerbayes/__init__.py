@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
-    from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.base import Posterior
+    from peerbayes.posteriors.flat_network import Weights
     from peerbayes.posteriors.laplace import Laplace
     from peerbayes.posteriors.mc_dropout import MCDropout
     from peerbayes.posteriors.mean_field import MeanField
@@ -72,7 +73,7 @@ _HOMES = {
     "Shared": "codebook.shared",
     "Step": "terms.step",
     "Swag": "posteriors.swag",
-    "Weights": "posteriors.base",
+    "Weights": "posteriors.flat_network",
     "adopt": "adopting",
     "calibrate": "api.calibrating",
     "compress": "api.compressing",

@@ -721,7 +721,7 @@ def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers
         given.append(one)
     given.append(record("dnn", 0, (0.9,)))
     lines = tables.text_table(given, sort_peers=sort_peers).splitlines()
-    start = lines.index("members as one network, averaged by exact:")
+    start = lines.index("in one pass (exact):")
     assert [line.split() for line in lines[start + 2 : -2]] == [
         ["be", "scratch", "55.00", "±", "5.00", "1.500", "±", "0.000", "0.125", "±", "0.000"]
     ]

@@ -17,7 +17,7 @@ import peerbayes as pb
 from commands import called, contents, refused, write_small
 from peerbayes.api.fitting import train
 from peerbayes.data.splits import order
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.guarantees import FITTED, Promises, parts
 from peerbayes.math.noise import Address
 from peerbayes.metrics import fit_temperature, temper
@@ -270,7 +270,40 @@ def test_a_network_that_knows_nothing_can_promise_no_risk(pair, capsys):
     assert "images are left" in refused(capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU)
     told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", *CPU)
     assert "risk 0.3 (delta 0.1) can't be promised: of the" in told
-    assert "promise a higher risk" in told
+    assert told.endswith("promise a higher risk")
+    told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", "--coverage", "0.5", *CPU)
+    assert told.endswith("promise a higher risk, or coverage alone")
+
+
+def test_a_promise_by_images_that_were_learnt_is_told(run):
+    record = {"peers": [{"name": "scratch", "accuracy": 0.5}]}
+    (run.folder / "evaluation.json").write_text(json.dumps(record))
+    with pytest.warns(PeerbayesWarning, match=r"the promise is worth little: the network is right about .*of the 600 "):
+        pb.calibrate(run, coverage=0.5, device="cpu")
+    held = run.data().validation
+    right = float(
+        (run.predict_split("scratch", held, 1, torch.device("cpu"))[0].argmax(1) == held.labels).double().mean()
+    )
+    record["peers"][0]["accuracy"] = right
+    (run.folder / "evaluation.json").write_text(json.dumps(record))
+    pb.calibrate(run, coverage=0.5, device="cpu")  # warnings are errors
+
+
+def test_data_given_as_an_object_certify_as_they_were_learnt(trained, tmp_path):
+    everything = trained.data()
+    parts = (everything.train, everything.test)
+    train, test = (tuple(x.numpy() for x in split.batch(torch.arange(len(split)), "cpu")) for split in parts)
+    given = {"train": train, "test": test}
+    short = ["peers.*.network=mlp", "stages.0.epochs=1", "stages.0.warmup=0", "data.validation=100"]
+    mine = pb.train("plain", tmp_path / "run", data=given, overrides=short, device="cpu")
+    wanted = pb.calibrate(mine, coverage=0.5, device="cpu").certificate
+    found = pb.calibrate(Run(mine.folder), {**given}, coverage=0.5, device="cpu").certificate
+    assert found == wanted
+    assert found.images == 75
+    own = {**given, "validation": tuple(part[:80] for part in test)}
+    assert pb.calibrate(mine, own, coverage=0.5, device="cpu").certificate.images == 60
+    with pytest.raises(InputError, match="has no validation split to fit temperatures on"):
+        pb.calibrate(mine, {"train": test}, coverage=0.5, device="cpu")
 
 
 def test_predictions_that_are_not_promised_are_one_sentence(run, capsys):

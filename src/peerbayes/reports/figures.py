@@ -26,15 +26,20 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 
 
 def rendered(figure: Figure, kind: str = "png") -> bytes:
-    """Return a figure as the bytes of a file; a ``$`` in its texts is that sign, not the beginning of a formula."""
+    """Return a figure as the bytes of a file; a ``$`` in its texts is that sign, not the beginning of a formula.
+
+    Args:
+        figure: its texts are changed.
+        kind: of the file: ``png``, ``pdf`` or ``svg``, say.
+    """
     FigureCanvasAgg(figure)
     axes = [axis for one in figure.axes for axis in (one.xaxis, one.yaxis)]
     # Powers on logarithmic axes are matplotlib's own formulas; all other texts have names of users in them.
     powers = {
         id(label)
         for axis in axes
-        for label in axis.get_ticklabels(which="both")
         if isinstance(axis.get_major_formatter(), LogFormatter)
+        for label in axis.get_ticklabels(which="both")
     }
     for text in figure.findobj(Text):
         if id(text) not in powers:
@@ -52,7 +57,12 @@ def png(figure: Figure) -> bytes:
 
 
 def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
-    """Return a figure of one panel, and its axes."""
+    """Return a figure of one panel, and its axes.
+
+    Args:
+        width: in inches.
+        height: in inches.
+    """
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -61,7 +71,14 @@ def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
 
 
 def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[list[Any]]]:
-    """Return a figure with a grid of axes, by row."""
+    """Return a figure with a grid of axes, by row.
+
+    Args:
+        rows: of axes.
+        columns: of axes.
+        width: of each, in inches.
+        height: of each, in inches.
+    """
     figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
@@ -115,7 +132,15 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], *, digits: int, high: bool) -> Any:
-    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good."""
+    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good.
+
+    Args:
+        axes: drawn on.
+        means: by row and column; NaN where there is none.
+        best: row and column of the best cell.
+        digits: after the point.
+        high: whether a high mean is good.
+    """
     corner = best[1] - 0.5, best[0] - 0.5
     axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, zorder=3))
     # Bright is good, whichever way the figure goes.
@@ -131,7 +156,12 @@ def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], 
 
 
 def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
-    """Draw a benchmark's record beside its JSON file; return the picture's path."""
+    """Draw a benchmark's record beside its JSON file; return the picture's path.
+
+    Args:
+        path: the record's JSON file.
+        record: of a benchmark.
+    """
     picture = path.with_suffix(".png")
     storage.write_bytes(picture, png(bench_figure(record)))
     return picture

@@ -125,7 +125,13 @@ def _parts(file: Path) -> dict[str, int]:
 
 
 def paper_count(outliers: int, blended: int, components: int) -> int:
-    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index."""
+    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index.
+
+    Args:
+        outliers: O.
+        blended: E.
+        components: G.
+    """
     return outliers + blended + 2 * components
 
 

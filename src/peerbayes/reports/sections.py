@@ -171,7 +171,7 @@ def _elsewhere(records: Sequence[Record]) -> list[Section]:
     found = [("Corrupted images", "The mean over 15 types and 5 severities.", corrupted, tables.FIGURES)]
     for way in tables.averaged_ways(records):
         merged = tables.only_averaged(records, way)
-        found.append((f"Members averaged by {way}", "As one network.", merged, tables.FIGURES))
+        found.append((f"In one pass ({way})", "As one plain network, its weights averaged.", merged, tables.FIGURES))
     for heading, last in tables.last_headings(records).items():
         found.append(("The last epochs", f"{_sentence(heading)}.", last, tables.LAST))
     return [

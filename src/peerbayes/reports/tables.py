@@ -21,7 +21,7 @@ LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in 
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 RANKINGS = ("entropy", "disagreement")  # by which images are kept
-AVERAGED = "averaged"  # where figures of a peer's members as one network stand
+AVERAGED = "averaged"  # where figures of a peer's weights as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
@@ -146,7 +146,12 @@ def outside_names(records: Sequence[Record]) -> list[str]:
 
 
 def only_outside(records: Sequence[Record], other: str) -> list[Record]:
-    """Return the records that were evaluated against another data set, with its figures in place of the others."""
+    """Return the records that were evaluated against another data set, with its figures in place of the others.
+
+    Args:
+        records: of runs.
+        other: name of the other data set.
+    """
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
 
 
@@ -154,6 +159,10 @@ def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | 
     """Return the accuracy of the images kept by a ranking, by the share kept; None where it was not measured.
 
     Records without ``selective`` have one ranking: a point's by entropy, and any other's by disagreement.
+
+    Args:
+        ranking: ``entropy`` or ``disagreement``.
+        judged: the figures of a peer, or of an ensemble.
     """
     if "selective" in judged:
         found: dict[str, float] = judged["selective"][ranking]["retention"]
@@ -183,14 +192,18 @@ def _disagrees(record: Record) -> bool:
 
 
 def averaged_ways(records: Sequence[Record]) -> list[str]:
-    """Return the ways in which the members of any peer were averaged, in the order in which they come."""
+    """Return the ways in which the weights of any peer were averaged, in the order in which they come."""
     return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
 
 
 def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
-    """Return the records with members that were averaged, with the figures of that in the place of the others.
+    """Return the records with weights that were averaged, with the figures of that in the place of the others.
 
-    Peers without members are left out.
+    Peers that are plain networks are left out.
+
+    Args:
+        records: of runs.
+        way: how weights were averaged.
     """
     judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
     with_members = [record for record in judged if record["peers"]]
@@ -242,7 +255,12 @@ def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | N
 
 
 def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
-    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
+    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
+    """
     found = []
     for key, group in grouped(records).items():
         names = [peer["name"] for peer in group[0]["peers"]]
@@ -258,7 +276,12 @@ def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
 
 
 def cell(values: Sequence[float], scale: float) -> str:
-    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three."""
+    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three.
+
+    Args:
+        values: of a figure, one a seed.
+        scale: 100 for percentages, by which they have been multiplied.
+    """
     summary = summarise(values)
     digits = 2 if scale == 100 else 3
     text = f"{summary.mean:z.{digits}f}"
@@ -271,6 +294,10 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
     """Return a sentence for each method against the one before it, paired over the seeds they share.
 
     Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
 
     Example:
         >>> import tempfile
@@ -291,7 +318,12 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
 
 
 def compared(records: Sequence[Record], columns: Columns = FIGURES) -> list[Difference]:
-    """Return each method against the one before it, over the seeds they share."""
+    """Return each method against the one before it, over the seeds they share.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
+    """
     found = []
     for before, after, seeds in _neighbours(records):
         figures = {}
@@ -352,7 +384,7 @@ def text_table(
     columns = FIGURES | (CALIBRATED if calibrated else {})
     sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
     for way, found in merged.items():
-        sections.append((f"members as one network, averaged by {way}:", found, columns))
+        sections.append((f"in one pass ({way}):", found, columns))
     for heading, last in last_headings(records).items():
         sections.append((f"{heading}:", last, LAST))
     for heading, (kept, shares) in retention_headings(records).items() if retention else ():

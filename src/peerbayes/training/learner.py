@@ -204,12 +204,12 @@ class Learner:
 
     def _begin_stage(self, number: int) -> None:
         stage = self.recipe.stages[number]
-        address, place = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
+        address, where = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
         for term, options in stage.terms.items():
-            with of_term(place, term):
+            with of_term(where, term):
                 self._probe.find_layers(options.get("layers", []))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
-        state = StageState(stage, self.peers, shapes, address, place, len(self.data.train))
+        state = StageState(stage, self.peers, shapes, address, where, len(self.data.train))
         self.cohort.begin_stage(state, stage.layers, self._keys[number])
 
     def _begin_engine(self) -> None:
@@ -247,8 +247,8 @@ class Learner:
     def _measure(self) -> None:
         position = self.position
         options = self.recipe.stages[position.stage].terms
-        found = self.engine.term_norms(position.step, position.stage_step).tolist()
-        for peer, measured in zip(self.peers, found, strict=True):
+        norms = self.engine.term_norms(position.step, position.stage_step).tolist()
+        for peer, measured in zip(self.peers, norms, strict=True):
             for warning in note_shares(peer, dict(zip(options, measured, strict=True)), options, position):
                 self.reporter.warn(warning)
 
@@ -272,17 +272,17 @@ class Learner:
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
         moved = self._note_movement()
-        for name, found in peers.items():
+        for name, figures in peers.items():
             if name in moved:
-                found["change"] = moved[name]
-            found |= self.peers[name].end_epoch(
+                figures["change"] = moved[name]
+            figures |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
-            found |= self.looks.judge(name, position.step, epoch, self._kept_words)
-            self.looks.keep(name, found, position)
+            figures |= self.looks.judge(name, position.step, epoch, self._kept_words)
+            self.looks.keep(name, figures, position)
             if (perturb := self.cohort.perturb) is not None:
                 effect = self.looks.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
-                found["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
+                figures["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
         self._before = sampled(self.state, self.peers)
         line = {
             "stage": position.stage + 1,
@@ -341,7 +341,7 @@ class Learner:
         tensors |= self.state.state()
         if self.position.stage_step % self.steps_per_epoch:
             tensors |= {f"before/{name}": tensor for name, tensor in self._before.items()}
-        tensors |= {f"best/{peer}/{name}": t for peer, own in self.looks.best.items() for name, t in own.items()}
+        tensors |= {f"best/{peer}/{name}": t for peer, state in self.looks.best.items() for name, t in state.items()}
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
@@ -368,13 +368,18 @@ class Learner:
         return "; the last good checkpoint is kept" if self._kept else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Go to where a checkpoint was written."""
+        """Go to where a checkpoint was written.
+
+        Args:
+            tensors: of the checkpoint, by name.
+            about: its description.
+        """
         if about.get("seed") != self.seed:
             raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
         for name, posterior in self.peers.items():
             prefix = f"peer/{name}/"
-            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            posterior.load_state(own, f"checkpoint, peer '{name}'")
+            state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            posterior.load_state(state, f"checkpoint, peer '{name}'")
         try:
             # As JSON: strictly, a dict of Python is no dataclass.
             self.position = TypeAdapter(Position).validate_json(json.dumps(about["position"]), strict=True)
