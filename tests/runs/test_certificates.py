@@ -415,7 +415,7 @@ def test_table_and_page_say_what_was_promised_and_found(run):
     told = f"{found['coverage']['held'] / 5:.1f} % of 500 sets hold it"
     line = shown.splitlines()[-1]
     assert line.startswith("DNN")
-    assert "seed 0: promised: sets hold the true class with probability 0.8 (LAC) (shown on 450 images of" in line
+    assert "seed 0: promised: sets hold the true class with probability 0.8 (LAC) (shown on 450 inputs of" in line
     assert told in line
     for name in ("report.html", "all.html"):
         assert told in (run.folder / name).read_text()

@@ -124,6 +124,7 @@ addEventListener("DOMContentLoaded", () => {
     drawing.addEventListener("pointerleave", () => pick(null));
     drawing.addEventListener("blur", () => pick(null));
     drawing.tabIndex = 0;
+    drawing.ariaDescription = "Arrow keys tell the values.";
     let at = -1;
     drawing.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], now = seen();

@@ -200,7 +200,7 @@ def _promises(records: Sequence[Record]) -> Section:
     lines = []
     for one in promises(records):
         who = [tables.title(one.record["method"]), str(one.record["seed"]), *[one.peer] * several]
-        cells = [*who, one.promised, one.shown, one.threshold, one.found, "yes" if one.kept else "not here"]
+        cells = [*who, one.promised, one.shown, one.threshold, one.found, one.kept]
         lines.append(ReportRow(cells, numbers[tables.key_of(one.record)]))
     if not lines:
         return Section("")

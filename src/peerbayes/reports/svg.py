@@ -13,7 +13,7 @@ COLOURS = 7  # of the page's style: c0 to c6
 DASHES = 4  # d0 to d3
 Size = tuple[float, float]
 LINES, PANEL = (460.0, 330.0), (300.0, 190.0)
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 12.0, 44.0  # around the axes
+LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 12.0, 44.0  # around the axes
 
 
 @dataclass(frozen=True)
