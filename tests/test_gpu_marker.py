@@ -110,7 +110,7 @@ def recorded(folder, *words):
     return done, json.loads(path.read_text()) if path.is_file() else None
 
 
-@pytest.mark.parametrize("side_by_side", [(), ("-n", "2")], ids=["alone", "two_workers"])
+@pytest.mark.parametrize("side_by_side", [(), ("-n", "1")], ids=["alone", "a_worker"])
 def test_the_record_says_what_came_of_which_tests_where(tmp_path, side_by_side):
     done, record = recorded(tmp_path, "-p", "pretended", *side_by_side)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -96,6 +96,7 @@ def serve(
     max_items: Annotated[int, typer.Option(help="Most images or texts of a request.")] = 32,
     max_requests: Annotated[int, typer.Option(help="Most requests in hand; others are told to come again.")] = 64,
     batch: Annotated[int, typer.Option(help="Most images or texts that are predicted together.")] = 64,
+    wait: Annotated[float, typer.Option(help="Seconds that the first of them waits for others.")] = 0.002,
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
@@ -109,7 +110,7 @@ def serve(
 
     trust_runs(trust)
     given = {"seconds": timeout, "body": max_bytes, "pixels": max_pixels, "items": max_items, "requests": max_requests}
-    limits = Limits.parse(given | {"batch": batch}, "serve")
+    limits = Limits.parse(given | {"batch": batch, "wait": wait}, "serve")
 
     def ready(title: str, address: str) -> None:
         say(f"{title} is served at {address} (Ctrl-C stops it)")

@@ -52,8 +52,9 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with the status: when to come again, or that the rest of a body is not read."""
-        return {503: {"Retry-After": "1"}, 413: {"Connection": "close"}}.get(self.status, {})
+        """What goes with the status: when to come again, and that the rest of a body is not read."""
+        closed = {"Connection": "close"} if self.status in (413, 415, 503) else {}
+        return closed | ({"Retry-After": "1"} if self.status == 503 else {})
 
     @property
     def content(self) -> dict[str, Any]:
