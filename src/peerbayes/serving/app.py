@@ -28,7 +28,7 @@ from peerbayes.inference.prediction import Prediction
 from peerbayes.serving.batching import Batcher
 from peerbayes.serving.explaining import answers
 from peerbayes.serving.limits import Limits, Refused
-from peerbayes.serving.reading import FIELD, IMAGES, TEXTS, decoded, read_images, read_texts
+from peerbayes.serving.reading import FIELD, IMAGES, TEXTS, decoded, images_of, read_body, texts_of
 from peerbayes.serving.served import Served
 
 READERS = min(4, os.cpu_count() or 1)  # images that are decoded at once, each in the memory of all its pixels
@@ -158,16 +158,22 @@ def make_app(served: Served, limits: Limits | None = None, hosts: Sequence[str] 
     async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(readers, call, *arguments)
 
+    def read_texts(body: bytes) -> tuple[list[str], list[Tensor]]:
+        texts = texts_of(body, limits)
+        return texts, [served.text(text) for text in texts]
+
+    def read_image(name: str, data: bytes) -> Tensor:
+        return served.image(decoded(name, data, limits))
+
     async def given(request: Request) -> tuple[list[str], list[Tensor]]:
+        body = await read_body(request, TEXTS if served.texts else IMAGES, limits)
         if served.texts:
-            texts = await read_texts(request, limits)
-            return texts, list(await asyncio.gather(*(in_thread(served.text, text) for text in texts)))
-
-        def read(name: str, data: bytes) -> Tensor:
-            return served.image(decoded(name, data, limits))
-
-        named = await read_images(request, limits)
-        return [name for name, _ in named], list(await asyncio.gather(*(in_thread(read, *one) for one in named)))
+            names, inputs = await in_thread(read_texts, body)
+        else:
+            named = await in_thread(images_of, body, request.headers["content-type"], limits)
+            names = [name for name, _ in named]
+            inputs = list(await asyncio.gather(*(in_thread(read_image, *one) for one in named)))
+        return names, inputs
 
     @app.post("/predict", response_model=Answers, responses=faults, openapi_extra=_body(served, limits))
     async def predict(request: Request) -> JSONResponse:

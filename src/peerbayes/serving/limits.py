@@ -8,6 +8,8 @@ from pydantic import Field
 
 from peerbayes.schema import PositiveFloat, PositiveInt, Strict
 
+MOST_PIXELS = 178_956_970  # more than which Pillow opens no image
+
 
 class Limits(Strict):
     """What one server takes, so that nobody can take all of its machine.
@@ -29,13 +31,13 @@ class Limits(Strict):
     """
 
     body: PositiveInt = 16 << 20
-    pixels: PositiveInt = 50_000_000
+    pixels: Annotated[int, Field(gt=0, le=MOST_PIXELS)] = 50_000_000
     items: PositiveInt = 32
     characters: PositiveInt = 20_000
     requests: PositiveInt = 64
     seconds: PositiveFloat = 30.0
     batch: PositiveInt = 64
-    wait: Annotated[float, Field(ge=0)] = 0.002
+    wait: Annotated[float, Field(ge=0, le=1)] = 0.002
 
 
 class Refused(Exception):

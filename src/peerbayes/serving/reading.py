@@ -60,15 +60,15 @@ async def read_body(request: Request, kind: str, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def read_images(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+def images_of(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
     """Return names and bytes of the images of a form; nothing is decoded.
 
     Args:
-        request: with a multipart form whose field ``images`` may be repeated.
+        body: a multipart form whose field ``images`` may be repeated.
+        content_type: which names the form's boundary.
         limits: of the server.
     """
-    body = await read_body(request, IMAGES, limits)
-    _, options = parse_options_header(request.headers["content-type"])
+    _, options = parse_options_header(content_type)
     form = _Form(limits.items)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks)
@@ -133,14 +133,13 @@ class _Form:
         self.whole = True
 
 
-async def read_texts(request: Request, limits: Limits) -> list[str]:
+def texts_of(body: bytes, limits: Limits) -> list[str]:
     """Return the texts of a JSON object.
 
     Args:
-        request: with ``{"texts": [...]}``.
+        body: ``{"texts": [...]}``.
         limits: of the server.
     """
-    body = await read_body(request, TEXTS, limits)
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
