@@ -33,7 +33,7 @@ _ROOMS = {
         "papers.pipeline": "pipeline_table",
         "reports.predictions": "predict_inputs prediction_table",
         "reports.record": "Record",
-        "reports.records": "evaluate find_runs write_record",
+        "reports.evaluating": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",
         "reports.file_sizes": "size_table sizes",
         "studies.sweep_report": "sweep_table write_sweep_figure",

@@ -20,8 +20,8 @@ from peerbayes import reports as reporting
 from peerbayes.errors import InputError
 from peerbayes.papers.latentbe.distillation_figures import draw_diversity
 from peerbayes.reports import charts, figures, tables
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.page import report_page
-from peerbayes.reports.records import find_runs
 
 
 def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):

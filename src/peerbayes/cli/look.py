@@ -88,8 +88,8 @@ def evaluate(
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
+    from peerbayes.reports.evaluating import find_runs
     from peerbayes.reports.page import write_page, write_report
-    from peerbayes.reports.records import find_runs
     from peerbayes.runs.executor import Loaded
     from peerbayes.runs.run import Run
 

@@ -58,8 +58,8 @@ def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how:
         quiet: show no progress.
         how: what `peerbayes.evaluate` takes besides.
     """
+    from peerbayes.reports.evaluating import evaluate
     from peerbayes.reports.examples import SHOWN
-    from peerbayes.reports.records import evaluate
 
     data = loaded.of(run)
     with waiting(quiet):

@@ -17,9 +17,9 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.importing import trusting
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.out_of_distribution import figures_of
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import find_runs
 from peerbayes.reports.tables import FIGURES
 from peerbayes.runs.plan import source_weights
 from peerbayes.runs.run import Run, peers_at

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import summarise
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, entropy_shares, panels
 from peerbayes.reports.groups import open_runs
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate
 from peerbayes.reports.tables import ENSEMBLE, OUTSIDE, grouped, title
 from peerbayes.runs.executor import Loaded
 

@@ -17,10 +17,10 @@ from pydantic import Field
 
 from peerbayes.errors import InputError
 from peerbayes.posteriors.kinds import PosteriorOptions
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate
 from peerbayes.reports.tables import FIGURES, title
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
