@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
+from peerbayes.cli.completing import recipe_names, run_folders
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -43,6 +44,7 @@ def train(
         typer.Argument(
             metavar="[RECIPE...]",
             help="Names or TOML files of recipes.",
+            autocompletion=recipe_names,
             show_default="peers for images, text for texts, with --data",
         ),
     ] = None,
@@ -168,11 +170,17 @@ def _train_and_show(
         write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
+        for done in finished:
+            shared["reporter"].headline(_next_step(done.folder))
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
+
+
+def _next_step(folder: Path) -> str:
+    return f"{folder}: weights, report.html; next: peerbayes predict {folder} FILES"
 
 
 def adopt(
@@ -227,31 +235,40 @@ def adopt(
         "seed": seed,
         "overrides": changes,
     }
+    smaller = [which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked]
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
-        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
-    found = adopting.adopt(
+    told = reporter(quiet)
+    adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
-        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
+        smaller=smaller,
         resume=resume,
-        reporter=reporter(quiet),
+        reporter=told,
         **settings,
         **how,
     )
-    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
+    typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
+    told.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
 
 
 def distill(
-    runs: Annotated[list[Path], typer.Argument(help="The teachers: trained runs, weights files of runs, or recipes.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The teachers: trained runs, weights files of runs, or recipes.", autocompletion=run_folders
+        ),
+    ],
     into: Annotated[
         str | None,
         typer.Option(
             help="Recipe of the student; a name or TOML file.",
+            autocompletion=recipe_names,
             show_default="distil for one Bayesian network, distillation/latentbe for several teachers",
         ),
     ] = None,
@@ -286,10 +303,16 @@ def distill(
 
 
 def compress(
-    run: Annotated[Path, typer.Argument(help="A trained run with one peer, or a weights file of a run.")],
-    into: Annotated[str, typer.Option(help="Recipe of the shared weights; a name or TOML file.")] = "sharing/shared",
+    run: Annotated[
+        Path,
+        typer.Argument(help="A trained run with one peer, or a weights file of a run.", autocompletion=run_folders),
+    ],
+    into: Annotated[
+        str, typer.Option(help="Recipe of the shared weights; a name or TOML file.", autocompletion=recipe_names)
+    ] = "sharing/shared",
     first: Annotated[
-        str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
+        str,
+        typer.Option(help="Recipe that gives a network scales, where the run has none.", autocompletion=recipe_names),
     ] = "sharing/stage1",
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
     seed: Seed = 0,
@@ -319,7 +342,7 @@ def compress(
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.", autocompletion=recipe_names)],
     over: Annotated[
         list[str],
         typer.Option(
@@ -361,7 +384,7 @@ def sweep(
     from peerbayes.studies import sweeps
     from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 
-    found = sweeps.sweep(
+    swept = sweeps.sweep(
         recipe,
         over,
         seeds=parse_seeds(seeds),
@@ -381,11 +404,11 @@ def sweep(
         reporter=reporter(quiet),
     )
     if as_json:
-        say(json.dumps(found.table, indent=1))
+        say(json.dumps(swept.table, indent=1))
     else:
-        say(sweep_table(found))
-    written = [found.folder / "sweep.json", *write_sweep_figure(found)]
+        say(sweep_table(swept))
+    written = [swept.folder / "sweep.json", *write_sweep_figure(swept)]
     if not as_json:
         say("\n" + ", ".join(map(str, written)))
-    if all(row["state"] == "failed" for row in found.table):
+    if all(row["state"] == "failed" for row in swept.table):
         raise typer.Exit(1)

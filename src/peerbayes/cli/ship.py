@@ -9,13 +9,19 @@ from typing import Annotated
 import typer
 
 from peerbayes.choices import ExportCodebook, ExportFormat, ExportNoise
+from peerbayes.cli.completing import run_folders
 from peerbayes.cli.options import Device, Json, Trust
 from peerbayes.cli.output import say
 from peerbayes.importing import trust_runs
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder, whose peers predict as one, or a weights file of a run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, whose peers predict as one, or a weights file of a run.", autocompletion=run_folders
+        ),
+    ],
     to: Annotated[
         ExportFormat,
         typer.Option(help="ONNX; a .pt2 file of torch.export; hub: weights, description and card."),

@@ -22,7 +22,7 @@ from peerbayes.runs.new_inputs import new_inputs
 from peerbayes.runs.run import Run, load, peers_at, read_json
 from peerbayes.serving.limits import Limits
 
-FIGURES = {"accuracy": "accuracy", "nll": "nll", "ece": "ece", "calibrated nll": "cnll", "calibrated ece": "cece"}
+SHOWN = {"accuracy": "accuracy", "nll": "nll", "ece": "ece", "calibrated nll": "cnll", "calibrated ece": "cece"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Served:
         try:
             parts = record["peers"] if len(self.names) == 1 else [record["ensemble"]]
             (part,) = [part for part in parts if len(self.names) > 1 or part["name"] == self.names[0]]
-            return {name: float(part[key]) for name, key in FIGURES.items() if part.get(key) is not None}
+            return {name: float(part[key]) for name, key in SHOWN.items() if part.get(key) is not None}
         except (KeyError, TypeError, ValueError) as error:
             told = f"not a record of an evaluation ({type(error).__name__}: {error})"
             raise InputError(f"{path}: {told}; `peerbayes evaluate {self.run.folder}` writes it") from None

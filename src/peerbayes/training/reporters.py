@@ -33,6 +33,13 @@ class Reporter:
     def headline(self, text: str) -> None:
         """A run begins."""
 
+    def note(self, text: str) -> None:
+        """Say what holds for every run, once."""
+        noted: set[str] = self.__dict__.setdefault("_noted", set())
+        if text not in noted:
+            noted.add(text)
+            self.headline(text)
+
     def stage(self, number: int, count: int, epochs: int, done: int) -> None:
         """A stage begins, or goes on after ``done`` epochs."""
 
@@ -70,6 +77,7 @@ class ConsoleReporter(Reporter):
         self.console = console or Console(file=sys.stderr, highlight=False)
         self._label = label
         self._board = board or _Board(self.console)
+        self._noted = self._board.noted
         self._task: TaskID | None = None
         self._every = 1
 
@@ -154,6 +162,7 @@ class _Board:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.noted: set[str] = set()
         self._open: set[TaskID] = set()
         self._progress: Progress | None = None
 
