@@ -1,5 +1,6 @@
 """Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
 
+import html
 import json
 import math
 from pathlib import Path
@@ -72,6 +73,16 @@ def test_the_table_has_every_way_to_predict_with_what_it_costs(adopted):
         assert raw["accuracy"] == tempered["accuracy"]
         assert tempered["temperature"] > 0
         assert raw["corrupted"]["accuracy"] <= raw["accuracy"]
+
+
+def test_a_page_shows_the_table_and_every_run(place, adopted):
+    page = (place[0] / "run" / "report.html").read_text()
+    for row in adopted["rows"]:
+        assert f">{row['who']}</th><td>{100 * row['accuracy']:.2f}</td>" in page.replace("\n", "")
+    for who in ("plain", "extra", "bayesian", "peers", "distilled", "compressed"):
+        assert f"</i>{who}</label>" in page
+    assert html.escape(adopted["verdict"]).replace("&#x27;", "&#39;") in page
+    assert 'alt="Test image ' in page
 
 
 def test_what_is_made_smaller_is_made_of_the_chosen_width(place, adopted):

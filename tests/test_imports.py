@@ -37,10 +37,12 @@ ROOMS = [
     "api",
     "reports",
     "exporting",
+    "serving",
     "papers",
     "studies",
     "adopting",
     "demo",
+    "doctor",
     "bench",
     "cli",
     "__main__",
@@ -156,7 +158,9 @@ def test_every_public_name_exists():
         _ = peerbayes.nothing
 
 
-@pytest.mark.parametrize("room", [r for r in ROOMS if r not in ("demo", "__main__", "cli", "schema", "errors")])
+@pytest.mark.parametrize(
+    "room", [r for r in ROOMS if r not in ("demo", "doctor", "__main__", "cli", "schema", "errors")]
+)
 def test_public_lists_of_rooms_are_true(room):
     module = importlib.import_module(f"peerbayes.{room}")
     assert all(hasattr(module, name) for name in getattr(module, "__all__", []))

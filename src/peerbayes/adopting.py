@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from peerbayes import metrics
 from peerbayes.api.calibrating import calibrate, keep_together
 from peerbayes.api.compressing import compress
-from peerbayes.api.distilling import ALONE, distill, save_networks
-from peerbayes.api.fitting import set_data
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
@@ -24,12 +22,13 @@ from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.evaluating import evaluate, write_record
+from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
-from peerbayes.reports.page import write_report
+from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.records import evaluate, write_record
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.how import How, refuse_unknown
@@ -71,7 +70,8 @@ class Adopted:
         return self.runs[self.record["ship"]["run"]]
 
     def __str__(self) -> str:
-        return f"{adoption_table(self.record)}\n\n{self.record['verdict']}"
+        table = "\n".join(aligned(adoption_table(self.record), left=1))
+        return f"{table}\n\n{self.record['verdict']}"
 
 
 class Adoption:
@@ -184,6 +184,8 @@ class Adoption:
             which: ``distilled`` or ``compressed``.
             before: folder of the Bayesian network's run.
         """
+        from peerbayes.api.distilling import ALONE
+
         source = ALONE if which == "distilled" else SMALL
         table = load_recipe(source).model_dump(exclude_none=True) | {"data": self._table["data"]}
         if which == "distilled":
@@ -202,6 +204,8 @@ class Adoption:
             before: the run of the Bayesian network.
             how: see `How`, with ``resume`` and ``reporter``.
         """
+        from peerbayes.api.distilling import ALONE, distill, save_networks
+
         folder = self.folder / which
         if self.module is not None:
             changes = self._smaller_changes(which)
@@ -350,8 +354,8 @@ def adopt(
         if resume and who not in compare and _uncalibrated(one):  # it was shipped so
             calibrate(one, adoption.data, device=device)
         judged[who] = evaluate(
-            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
-            root=how.get("root"),
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
+            device=device, root=how.get("root"),
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])
@@ -388,6 +392,8 @@ def adopt(
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
         _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
     write_record(folder / ADOPTED, record)
+    heading = f"What adopting makes of {Path(record['network']).name}"
+    write_page(folder / "report.html", by_run(judged), heading, [adoption_table(record)], [record["verdict"]])
     return Adopted(folder, chosen, record, judged)
 
 
@@ -543,7 +549,16 @@ def _passes(row: Record) -> str:
     return "1 pass" if row["passes"] == 1 else f"{row['passes']} passes"
 
 
-def adoption_table(record: Record) -> str:
+def by_run(evaluations: Mapping[str, Record]) -> list[Record]:
+    """Return the records of an adoption as those of methods, which are called as its runs are."""
+    found = []
+    for who, one in evaluations.items():  # settings differ where another width was chosen
+        own = {key: value for key, value in one.items() if not key.startswith("settings")}
+        found.append({**own, "method": who, "recipe": who})
+    return found
+
+
+def adoption_table(record: Record) -> list[list[str]]:
     """Return the rows as a table: the test split, the most certain images, others by entropy, corrupted ones, costs."""
     bad = record["corrupted"] is not None
     outside = any(row["auroc"] is not None for row in record["rows"])
@@ -556,7 +571,7 @@ def adoption_table(record: Record) -> str:
         cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []
         lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
-    return "\n".join(aligned(lines, left=1))
+    return lines
 
 
 def _figures(judged: Mapping[str, Any]) -> list[str]:

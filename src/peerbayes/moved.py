@@ -22,7 +22,8 @@ _ROOMS = {
         "training.learner": "Learner",
         "runs.plan": "Job Node Plan parents_of resolve source_weights",
         "training.reporters": "ConsoleReporter Reporter",
-        "recipes.recipe": "Recipe load_recipe packaged",
+        "recipes.recipe": "Recipe load_recipe",
+        "recipes.packaged": "packaged",
         "runs.run": "Run default_folder load",
         "studies.sweeps": "Sweep sweep",
         "api.fitting": "fit train",
@@ -32,7 +33,7 @@ _ROOMS = {
         "papers.pipeline": "pipeline_table",
         "reports.predictions": "predict_inputs prediction_table",
         "reports.record": "Record",
-        "reports.records": "evaluate find_runs write_record",
+        "reports.evaluating": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",
         "reports.file_sizes": "size_table sizes",
         "studies.sweep_report": "sweep_table write_sweep_figure",
@@ -74,11 +75,11 @@ class _Moved(ModuleType):
         if name.startswith("__") or (name not in self._homes and "*" not in self._homes):
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
         home = self._homes.get(name) or self._homes["*"]
-        found = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(home), name)
         public = getattr(sys.modules["peerbayes"], "_HOMES", {})
         now = f"peerbayes.{name}" if name in public else f"{home}.{name}"
         warnings.warn(f"{self.__name__}.{name} is now {now}", DeprecationWarning, stacklevel=2)
-        return found
+        return value
 
     def __dir__(self) -> list[str]:
         return sorted(self._homes)

@@ -434,10 +434,10 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
     assert len({figures["nll"] for figures in ways.values()}) == 4
     text = text_table([record], calibrated=True)
     for way in ways:
-        assert f"members as one network, averaged by {way}:" in text
+        assert f"in one pass ({way}):" in text
     assert contents(student.folder) == before
     told = refused(capsys, "evaluate", teachers.folder, "--averaged", "--device", "cpu")
-    assert told == f"--averaged: no peer of {teachers.folder} has rank-one members to average"
+    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: they are plain networks"
 
 
 def test_a_recipe_is_a_teacher_that_is_trained_first_wherever_it_stands(runs, tmp_path):

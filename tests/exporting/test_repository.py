@@ -19,7 +19,8 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.errors import InputError
 from peerbayes.exporting.card import _onnx_lines, _promised_lines, model_card
 from peerbayes.exporting.checking import inputs_like
-from peerbayes.posteriors import Certificate
+from peerbayes.posteriors import Certificate, Posterior
+from peerbayes.posteriors.kinds import KINDS
 from peerbayes.recipes.recipe import load_recipe, without_folders
 from peerbayes.runs.hub import is_hub_name
 from peerbayes.runs.run import Run
@@ -277,6 +278,13 @@ def test_a_card_of_few_bayesian_weights_says_how_many(tmp_path):
     assert f"`only`: a Gaussian over {count}" in text
     assert 'run.predict(["a text", "another one"])' in text
     assert "Images have" not in text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "shared"])
+def test_a_card_says_in_words_what_weights_are(kind, tmp_path, plain):
+    about = json.loads((plain / "config.json").read_text()) | {"posteriors": [kind]}
+    assert f": {Posterior.of_kind(kind).in_words}." in model_card(tmp_path, about, None)
+    assert len(Posterior.of_kind(kind).in_words) > len(kind)
 
 
 def test_no_place_of_this_machine_is_told(folder, plain, both):

@@ -367,3 +367,55 @@ def test_promises_are_checked():
     with pytest.raises(InputError, match="there is no method 'lax' of sets; did you mean 'lac'"):
         Promises(coverage=0.9, method="lax")
     assert not Promises().any
+
+
+# ---- what the test split says of promises -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_evaluation_counts_on_the_test_split_what_predictions_do_there(run, by_class):
+    delta = 0.9 if by_class else 0.1
+    pb.calibrate(run, coverage=0.8, risk=0.2, delta=delta, by_class=by_class, device="cpu")
+    (peer,) = pb.evaluate(run, device="cpu")["peers"]
+    images, labels = on_test(run)
+    predicted = run.predict(images, coverage=0.8, risk=0.2, device="cpu")
+    held, answered = predicted.sets.gather(1, labels[:, None])[:, 0], ~predicted.abstain
+    wrong = answered & (predicted.classes != labels)
+    found = peer["certificate"].pop("found")
+    assert Certificate.parse(peer["certificate"], "record") == run.certificate
+    assert found["images"] == len(labels) == 500
+    assert (found["coverage"]["held"], found["risk"]["answered"]) == (int(held.sum()), int(answered.sum()))
+    assert found["coverage"]["size"] == pytest.approx(predicted.sets.sum(1).double().mean().item())
+    assert found["risk"]["errors"] == int(wrong.sum())
+    assert ("by_class" in found["coverage"]) == ("by_class" in found["risk"]) == by_class
+    for number in range(10) if by_class else ():
+        true, said = labels == number, predicted.classes == number
+        assert found["coverage"]["by_class"]["images"][number] == int(true.sum())
+        assert found["coverage"]["by_class"]["held"][number] == int((held & true).sum())
+        assert found["risk"]["by_class"]["answered"][number] == int((answered & said).sum())
+        assert found["risk"]["by_class"]["errors"][number] == int((wrong & said).sum())
+
+
+def test_promises_of_all_peers_are_judged_with_their_own_draws(pair):
+    run = Run(pair.folder)
+    pb.calibrate(run, coverage=0.8, device="cpu")
+    images, labels = on_test(run)
+    sets = run.predict(images, coverage=0.8, device="cpu").sets
+    for how in ({}, {"draws": 1}, {"settle": 0.3}):
+        record = pb.evaluate(run, device="cpu", **how)
+        found = record["ensemble"]["certificate"]["found"]
+        assert found["coverage"]["held"] == int(sets.gather(1, labels[:, None]).sum())
+        assert not any("certificate" in peer for peer in record["peers"])
+
+
+def test_table_and_page_say_what_was_promised_and_found(run):
+    pb.calibrate(run, coverage=0.8, device="cpu")
+    shown = called("evaluate", run.folder, "--out", run.folder / "all.html", *CPU)
+    found = json.loads((run.folder / "evaluation.json").read_text())["peers"][0]["certificate"]["found"]
+    told = f"{found['coverage']['held'] / 5:.1f} % of 500 sets hold it"
+    line = shown.splitlines()[-1]
+    assert line.startswith("DNN")
+    assert "seed 0: promised: sets hold the true class with probability 0.8 (LAC) (shown on 450 inputs of" in line
+    assert told in line
+    for name in ("report.html", "all.html"):
+        assert told in (run.folder / name).read_text()

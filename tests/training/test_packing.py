@@ -175,9 +175,9 @@ def test_all_processes_give_up_where_predictions_of_the_first_are_nan(monkeypatc
             return True
 
     made = learner(0)
-    monkeypatch.setattr(made.looks, "world", Others(1, 2))
+    monkeypatch.setattr(made.evaluator, "world", Others(1, 2))
     with pytest.raises(TrainingError, match=r"predictions of peer 'a' became nan"):
-        made.looks.judge("a", 0, 0)
+        made.evaluator.judge("a", 0, 0)
     assert asked == [False]
 
 

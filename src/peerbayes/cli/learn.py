@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
+from peerbayes.cli.completing import recipe_names, run_folders
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -43,6 +44,7 @@ def train(
         typer.Argument(
             metavar="[RECIPE...]",
             help="Names or TOML files of recipes.",
+            autocompletion=recipe_names,
             show_default="peers for images, text for texts, with --data",
         ),
     ] = None,
@@ -240,7 +242,7 @@ def adopt(
         show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
     told = reporter(quiet)
-    found = adopting.adopt(
+    adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
@@ -251,16 +253,22 @@ def adopt(
         **settings,
         **how,
     )
-    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
-    told.headline(f"{found.folder}: all runs, adopted.json; next: peerbayes predict {found.folder} FILES")
+    typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
+    told.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
 
 
 def distill(
-    runs: Annotated[list[Path], typer.Argument(help="The teachers: trained runs, weights files of runs, or recipes.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The teachers: trained runs, weights files of runs, or recipes.", autocompletion=run_folders
+        ),
+    ],
     into: Annotated[
         str | None,
         typer.Option(
             help="Recipe of the student; a name or TOML file.",
+            autocompletion=recipe_names,
             show_default="distil for one Bayesian network, distillation/latentbe for several teachers",
         ),
     ] = None,
@@ -295,10 +303,16 @@ def distill(
 
 
 def compress(
-    run: Annotated[Path, typer.Argument(help="A trained run with one peer, or a weights file of a run.")],
-    into: Annotated[str, typer.Option(help="Recipe of the shared weights; a name or TOML file.")] = "sharing/shared",
+    run: Annotated[
+        Path,
+        typer.Argument(help="A trained run with one peer, or a weights file of a run.", autocompletion=run_folders),
+    ],
+    into: Annotated[
+        str, typer.Option(help="Recipe of the shared weights; a name or TOML file.", autocompletion=recipe_names)
+    ] = "sharing/shared",
     first: Annotated[
-        str, typer.Option(help="Recipe that gives a network scales, where the run has none.")
+        str,
+        typer.Option(help="Recipe that gives a network scales, where the run has none.", autocompletion=recipe_names),
     ] = "sharing/stage1",
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
     seed: Seed = 0,
@@ -328,7 +342,7 @@ def compress(
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or TOML file.", autocompletion=recipe_names)],
     over: Annotated[
         list[str],
         typer.Option(
@@ -370,7 +384,7 @@ def sweep(
     from peerbayes.studies import sweeps
     from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 
-    found = sweeps.sweep(
+    swept = sweeps.sweep(
         recipe,
         over,
         seeds=parse_seeds(seeds),
@@ -390,11 +404,11 @@ def sweep(
         reporter=reporter(quiet),
     )
     if as_json:
-        say(json.dumps(found.table, indent=1))
+        say(json.dumps(swept.table, indent=1))
     else:
-        say(sweep_table(found))
-    written = [found.folder / "sweep.json", *write_sweep_figure(found)]
+        say(sweep_table(swept))
+    written = [swept.folder / "sweep.json", *write_sweep_figure(swept)]
     if not as_json:
         say("\n" + ", ".join(map(str, written)))
-    if all(row["state"] == "failed" for row in found.table):
+    if all(row["state"] == "failed" for row in swept.table):
         raise typer.Exit(1)

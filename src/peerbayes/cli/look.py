@@ -11,21 +11,24 @@ from typing import Annotated, Any, Literal
 import typer
 
 from peerbayes.choices import SetMethod
+from peerbayes.cli.completing import recipe_words, run_folders
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.output import judge_run, say, show, waiting
+from peerbayes.cli.output import judge_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
 
 def recipes(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.")
+        list[str] | None,
+        typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.", autocompletion=recipe_words),
     ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """List the recipes, or show one, complete with its defaults."""
-    from peerbayes.recipes.recipe import load_recipe, packaged
+    from peerbayes.recipes.packaged import packaged
+    from peerbayes.recipes.recipe import load_recipe
 
     trust_runs(trust)
     words = words or ["list"]
@@ -36,17 +39,19 @@ def recipes(
             recipe = load_recipe(words[-1])
         say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
-    found = {key: load_recipe(key) for key in packaged()}
+    recipes_by_name = {key: load_recipe(key) for key in packaged()}
     if as_json:
-        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in recipes_by_name.items()]))
         return
-    width = max(map(len, found))
-    for key, recipe in found.items():
+    width = max(map(len, recipes_by_name))
+    for key, recipe in recipes_by_name.items():
         say(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
 
 
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs over seeds.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, or folders of runs over seeds.", autocompletion=run_folders)
+    ],
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     settle: Annotated[
         float | None, typer.Option(help="Stop drawing for an image once its class is settled at this error level.")
@@ -60,7 +65,8 @@ def evaluate(
     averaged: Annotated[
         bool,
         typer.Option(
-            "--averaged", help="Also rank-one members as one network, by each way to average them, and recalibrated."
+            "--averaged",
+            help="Also in one pass: by the mean weights, or averaged members; and with batch-norm recalibrated.",
         ),
     ] = False,
     calibrated: Annotated[
@@ -72,6 +78,7 @@ def evaluate(
     sort_peers: Annotated[
         bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
     ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also a page of all runs together, such as runs.html.")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
@@ -81,8 +88,8 @@ def evaluate(
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
-    from peerbayes.reports.page import write_report
-    from peerbayes.reports.records import find_runs
+    from peerbayes.reports.evaluating import find_runs
+    from peerbayes.reports.page import write_page, write_report
     from peerbayes.runs.executor import Loaded
     from peerbayes.runs.run import Run
 
@@ -100,7 +107,9 @@ def evaluate(
     loaded, records = Loaded(data_root), []
     opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
-        raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
+        raise InputError(
+            f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: they are plain networks"
+        )
     for run in opened:
         records.append(judge_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
@@ -108,6 +117,8 @@ def evaluate(
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
+    if out is not None:
+        write_page(out, placed(records, folders), "Runs evaluated")
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
@@ -144,7 +155,9 @@ def judge(
 
 
 def calibrate(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or weights files of runs.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, or weights files of runs.", autocompletion=run_folders)
+    ],
     coverage: Annotated[
         float | None, typer.Option(help="Promise sets of classes that hold the true one with this probability.")
     ] = None,
@@ -205,7 +218,12 @@ def calibrate(
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run folder, whose peers predict as one, or a weights file of a run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, whose peers predict as one, or a weights file of a run.", autocompletion=run_folders
+        ),
+    ],
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -262,7 +280,10 @@ def predict(
 
 
 def size(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of runs, or weights files of runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, folders of runs, or weights files of runs.", autocompletion=run_folders),
+    ],
     judged: Annotated[
         bool, typer.Option("--evaluate", help="Also evaluate the file and every other form on the test split.")
     ] = False,
@@ -277,8 +298,8 @@ def size(
     trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
-        found = [record for run in runs for record in sizes(run, **how)]
-    say(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
+        records = [record for run in runs for record in sizes(run, **how)]
+    say(json.dumps(records, indent=1) if as_json else "\n\n".join(map(size_table, records)))
 
 
 def figure(
@@ -290,7 +311,9 @@ def figure(
             "pipeline, of all steps that led to one."
         ),
     ],
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, or folders of runs.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or folders of runs.", autocompletion=run_folders)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
     by_peer: Annotated[
         bool, typer.Option("--by-peer", help="Each peer, not their average or all as one; for curves, gap, entropy.")

@@ -1,4 +1,4 @@
-"""Verbs to try the library out with: demo and bench."""
+"""Verbs to try the library out with: demo, doctor and bench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peerbayes.cli.options import Device, Json, Quiet, parse_seeds
+from peerbayes.cli.options import DataRoot, Device, Json, Quiet, parse_seeds
 from peerbayes.cli.output import reporter, say
 
 if TYPE_CHECKING:
@@ -39,6 +39,19 @@ def demo(
         say(json.dumps(records, indent=1))
     else:
         say(f"{room.text(records)}\n\n{out / 'report.html'}")
+
+
+def doctor(data_root: DataRoot = None, as_json: Json = False) -> None:
+    """Say what is installed and found here: versions, devices, data sets, and the line that installs what is missing.
+
+    The exit code is 1 where something that is required is missing or broken.
+    """
+    from peerbayes import doctor as room
+
+    record = room.examine(data_root)
+    say(json.dumps(record, indent=1) if as_json else room.told(record))
+    if not record["works"]:
+        raise typer.Exit(1)
 
 
 def bench(

@@ -186,12 +186,9 @@ def _heading(about: Mapping[str, Any], run: Run | None) -> str:
 
 
 def _summary(about: Mapping[str, Any], run: Run | None) -> str:
-    kinds = {"point": "one set of weights", "mean_field": "a Gaussian over every weight"}
-    kinds |= {"rank_one": "members that share their weights", "shared": "a codebook of Gaussians over the weights"}
     few = {name: f"a Gaussian over {count}" for name, count in _few_bayesian(run).items()}
-    what = ", ".join(
-        f"`{name}`: {few.get(name, kinds.get(kind, kind))}" for name, kind in zip(about["peers"], about["posteriors"])
-    )
+    pairs = zip(about["peers"], about["posteriors"], strict=True)
+    what = ", ".join(f"`{name}`: {few.get(name) or Posterior.of_kind(kind).in_words or kind}" for name, kind in pairs)
     told = "" if run is None else f"{_text(run.recipe.title)}.\n\n"
     names = about["class_names"]
     more = "" if names is None or len(names) <= SHOWN else f" and {len(names) - SHOWN} more (`config.json` has all)"
@@ -207,7 +204,7 @@ def _few_bayesian(run: Run | None) -> dict[str, str]:
     found = {}
     for name, posterior in ((name, run[name]) for name in run) if run is not None else ():
         all_of_them = posterior.layout.size + posterior.rest_layout.size
-        if posterior.kind == "mean_field" and posterior.layout.size < all_of_them / 2:
+        if posterior.shareable and posterior.layout.size < all_of_them / 2:
             found[name] = f"{posterior.layout.size:,} of {all_of_them:,} weights"
     return found
 
@@ -340,8 +337,8 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
         columns = {**FIGURES, **CALIBRATED}
     wanted = {*about["peers"], *([ENSEMBLE] if len(about["peers"]) > 1 else [])}
     only = [{**record, "peers": [p for p in record["peers"] if p.get("name") in wanted]} for record in records]
-    found = [row for row in rows(only, columns) if row.peer in wanted]
-    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in found])
+    shown = [row for row in rows(only, columns) if row.peer in wanted]
+    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in shown])
     seeds = ", ".join(str(record["seed"]) for record in records)
     many = (
         f"mean ± standard error over seeds {seeds}" if len(records) > 1 else f"seed {seeds} alone, so without a spread"
@@ -426,7 +423,7 @@ def _limits(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]
     if run is not None and any(peer.start_from for peer in run.recipe.peers):
         limits += ["It started from other weights, whose data and licence bind it, too."]
     limits += ["No licence is stated here: who publishes it has to choose one that its data and weights allow."]
-    return "## Limits\n\n" + "\n".join(f"- {one}" for one in limits)
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
 
 
 # ---- Markdown --------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from peerbayes.exporting import checking, program_files
 from peerbayes.exporting.card import model_card
 from peerbayes.exporting.program import NOISES, OUTPUTS, Program, part_of
 from peerbayes.exporting.repository import WEIGHTS, config_of, write_run
+from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
-from peerbayes.networks.registry import Normalize
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.runs.run import ADOPTED, Run, peers_at, run_of

@@ -49,7 +49,7 @@ def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
     shapes = tuple({0: Dim.DYNAMIC} if name in DYNAMIC else None for name in example)
     try:
         with _quiet(), torch.enable_grad():  # where gradients are off, posteriors write into buffers
-            found = torch.export.export(program.eval(), tuple(example.values()), dynamic_shapes=shapes)
+            exported = torch.export.export(program.eval(), tuple(example.values()), dynamic_shapes=shapes)
     except Exception as error:  # a network may do anything
         if type(error).__name__ == "UncapturedHigherOrderOpError":
             raise InputError(
@@ -59,8 +59,8 @@ def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
         raise InputError(
             f"the network can't be traced by torch.export for batches of any size: {_said(error)}"
         ) from error
-    _prune(found)
-    return found
+    _prune(exported)
+    return exported
 
 
 def _prune(found: ExportedProgram) -> None:

@@ -115,10 +115,10 @@ def coverage_promise(
         places = (choosing.log_probabilities > _of_true(choosing.log_probabilities, choosing)[:, None]).sum(-1) + 1
         how = {"penalty": PENALTY, "rank": int(places.double().quantile(level, interpolation="higher"))}
     scores = conformal_scores(showing.log_probabilities.double().exp(), method, **how)
-    own = _of_true(scores, showing)
+    true_scores = _of_true(scores, showing)
     thresholds, counts = [], []
     for number in range(len(names)) if promises.by_class else (None,):
-        of_class = own if number is None else own[showing.labels == number]
+        of_class = true_scores if number is None else true_scores[showing.labels == number]
         if len(of_class) < (fewest := images_for_coverage(level)):
             of = "" if number is None else f" of class '{names[number]}'"
             raise InputError(_too_few(f"coverage {level:g}", len(of_class), fewest, of))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.networks.checkpoint import fitted, read_checkpoint, under_names
-from peerbayes.networks.registry import Inputs, Normalized, build, timm_network
+from peerbayes.networks.inputs import Inputs, Normalized
+from peerbayes.networks.registry import build, timm_network
 
 
 def starting_point(

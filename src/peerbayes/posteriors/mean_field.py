@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal
-from peerbayes.posteriors.base import Posterior, Source, Weights
+from peerbayes.posteriors.base import Posterior, Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.initial_scales import initial_rho
 from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, linear_alone, weight_layers
 from peerbayes.schema import PositiveFloat
@@ -59,6 +60,7 @@ class MeanField(Posterior):
     anchor: Tensor
 
     kind: ClassVar[str] = "mean_field"
+    in_words: ClassVar[str] = "a Gaussian over every weight"
     stochastic: ClassVar[bool] = True
     shareable: ClassVar[bool] = True
 

@@ -157,13 +157,13 @@ def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of tensors and their names, whatever device they are on."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors):
         # One number of a longer row is contiguous to torch, but no bytes: it is copied.
         tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
 import hashlib
 import io
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -20,12 +17,9 @@ from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
 from peerbayes.networks.checkpoint import is_checkpoint
-from peerbayes.recipes.matrix import expand
+from peerbayes.recipes.packaged import packaged, parsed, rows
 from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
-
-DEPTH = 64  # parts of a key in a recipe's file
-_DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEPTH}}}""")
 
 
 class Recipe(Strict):
@@ -116,13 +110,13 @@ def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
         raise InputError(f"epochs is {epochs!r}, expected at least {len(recipe.stages)}, one a stage of {recipe.name}")
     table, ratio = recipe.model_dump(exclude_none=True), epochs / max(1, recipe.epochs)
     begun = scaled = 0
-    for place, stage in enumerate(table["stages"]):
+    for index, stage in enumerate(table["stages"]):
         begun += stage["epochs"]
-        left = len(table["stages"]) - place - 1  # each of them keeps one
+        left = len(table["stages"]) - index - 1  # each of them keeps one
         stage["epochs"] = min(max(1, round(begun * ratio) - scaled), epochs - scaled - left)
         scaled += stage["epochs"]
         stage["warmup"] *= ratio
-        stage["lr_milestones"] = sorted({max(1, round(one * ratio)) for one in stage["lr_milestones"]})
+        stage["lr_milestones"] = sorted({max(1, round(milestone * ratio)) for milestone in stage["lr_milestones"]})
         for options in stage["terms"].values():
             _scale_schedules(options, ratio)
     return Recipe.parse(table, f"recipe {recipe.name}")
@@ -176,7 +170,7 @@ def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
             yield from _lines([*path, key], before.get(key, ...), value)  # which equals nothing
         return
     tables = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
-    if tables and all(isinstance(one, dict) for one in (*before, *after)):
+    if tables and all(isinstance(item, dict) for item in (*before, *after)):
         for place, pair in enumerate(zip(before, after, strict=True)):
             yield from _lines([*path, str(place)], *pair)
         return
@@ -205,8 +199,8 @@ def without_folders(recipe: Recipe) -> Recipe:
 def _toml(value: Any) -> str:
     """Return a value as TOML in one line; ``none`` for what is not given, which TOML has no word for."""
     if isinstance(value, dict):
-        given = {_toml_key(key): _toml(one) for key, one in value.items() if one is not None}
-        return f"{{{', '.join(f'{key} = {one}' for key, one in given.items())}}}"
+        given = {_toml_key(key): _toml(item) for key, item in value.items() if item is not None}
+        return f"{{{', '.join(f'{key} = {item}' for key, item in given.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     if value is None:
@@ -228,27 +222,6 @@ def is_recipe(source: str) -> bool:
     """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
     path = Path(source).expanduser()
     return source in packaged() or (path.is_file() and not is_checkpoint(path))
-
-
-@functools.cache
-def packaged() -> Mapping[str, Path]:
-    """Return the recipes that come with the library by name (``mutual/digits-ours``), and the files that hold them."""
-    root = _package() / "recipes"
-    alone = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.toml")}
-    every = {**alone, **{name: path for name, (path, _) in _rows().items()}}
-    # Those that are named by what one wants come first.
-    return MappingProxyType(dict(sorted(every.items(), key=lambda item: ("/" in item[0], item[0]))))
-
-
-@functools.cache
-def _rows() -> Mapping[str, tuple[Path, dict[str, Any]]]:
-    """Return the recipes of the papers' matrices by name, with the files that hold them."""
-    files = sorted((_package() / "papers").rglob("*.toml"))
-    return {name: (path, row) for path in files for name, row in expand(_parsed(path, path.name), path.name).items()}
-
-
-def _package() -> Path:
-    return Path(str(resources.files("peerbayes")))
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:
@@ -284,7 +257,7 @@ def listed(overrides: str | Sequence[str]) -> Sequence[str]:
 
 def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a recipe's table; one that ``extends`` another has its keys, but for those it ``set``s or gives itself."""
-    table = dict(_rows()[name][1]) if name in _rows() else _parsed(path, origin)
+    table = dict(rows()[name][1]) if name in rows() else parsed(path, origin)
     if "extends" not in table and "base" not in table:
         return table
     changes = table.pop("set", [])
@@ -308,19 +281,6 @@ def _read(path: Path, origin: str, name: str, above: tuple[str, ...] = ()) -> di
     for line in changes:
         change(base, str(line), origin)
     return base | table
-
-
-def _parsed(path: Path, origin: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if _DEEP.search(text):  # which takes the parser minutes
-            raise InputError(f"{origin}: a key has more than {DEPTH} parts")
-        table: dict[str, Any] = tomllib.loads(text)
-        return table
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{origin}: not valid TOML ({error})") from None
 
 
 def _find(recipe: Any) -> tuple[Path, str, str]:

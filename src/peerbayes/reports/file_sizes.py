@@ -17,9 +17,9 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.importing import trusting
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.out_of_distribution import figures_of
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import find_runs
 from peerbayes.reports.tables import FIGURES
 from peerbayes.runs.plan import source_weights
 from peerbayes.runs.run import Run, peers_at
@@ -125,7 +125,13 @@ def _parts(file: Path) -> dict[str, int]:
 
 
 def paper_count(outliers: int, blended: int, components: int) -> int:
-    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index."""
+    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index.
+
+    Args:
+        outliers: O.
+        blended: E.
+        components: G.
+    """
     return outliers + blended + 2 * components
 
 

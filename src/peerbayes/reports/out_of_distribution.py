@@ -82,7 +82,12 @@ def judge_corrupted(
 
 
 def check_corrupted(loaded: Dataset, source: str) -> None:
-    """Refuse corrupted images that can't be had, before anything is evaluated."""
+    """Refuse corrupted images that can't be had, before anything is evaluated.
+
+    Args:
+        loaded: the data.
+        source: ``made``, ``mixed``, or a folder of the official arrays.
+    """
     if loaded.vocabulary is not None:
         raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
     if source in (MADE, MIXED):
@@ -131,7 +136,13 @@ def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:
 
 
 def figures_of(log_p: Tensor, labels: Tensor, bins: int) -> Record:
-    """Return accuracy, NLL and ECE of log-probabilities (N, C)."""
+    """Return accuracy, NLL and ECE of log-probabilities (N, C).
+
+    Args:
+        log_p: log-probabilities, (N, C).
+        labels: (N,).
+        bins: of the ECE.
+    """
     return {
         "accuracy": metrics.accuracy(log_p.exp(), labels),
         "nll": metrics.nll_from_log(log_p, labels),

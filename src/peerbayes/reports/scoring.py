@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peerbayes import metrics
 from peerbayes.inference.prediction import entropy_of
-from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
+from peerbayes.metrics.calibration import TEMPERATURE_WIDTH, Reliability
 from peerbayes.reports.record import Record
 
 
@@ -43,11 +43,16 @@ def scored(
         **kept["disagreement" if stochastic else "entropy"],
         "selective": kept,
         "disagreement": float(disagreement.mean()),
-        "reliability": {
-            "count": diagram.count.tolist(),
-            "accuracy": plain(diagram.accuracy),
-            "confidence": plain(diagram.confidence),
-        },
+        "reliability": binned(diagram),
+    }
+
+
+def binned(diagram: Reliability) -> Record:
+    """Return the bins of a reliability diagram for JSON: counts, accuracies and confidences, None in empty ones."""
+    return {
+        "count": diagram.count.tolist(),
+        "accuracy": plain(diagram.accuracy),
+        "confidence": plain(diagram.confidence),
     }
 
 

@@ -50,7 +50,12 @@ class Loaded:
         return data
 
     def of_recipe(self, recipe: Recipe, vocabulary: Vocabulary | None = None) -> Dataset:
-        """Return a recipe's data; texts by a vocabulary, if one is given."""
+        """Return a recipe's data; texts by a vocabulary, if one is given.
+
+        Args:
+            recipe: whose data are wanted.
+            vocabulary: of the texts; None for one made of them.
+        """
         key = recipe.data.model_dump_json(include=DATA_KEYS) + (vocabulary.digest if vocabulary is not None else "")
         if key not in self._data_sets:
             self._data_sets[key] = load_data(recipe, self.root, vocabulary)
@@ -90,6 +95,14 @@ def execute(
     """Train what a plan says, and return its targets' runs; arguments as in `train_jobs`.
 
     Everything is checked before anything is written. What others need goes on where it was interrupted.
+
+    Args:
+        plan: from `resolve`.
+        how: device, engine, precision, side by side.
+        resume: go on with runs that were interrupted.
+        reporter: told of progress; by default the console.
+        errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
+            others have ended.
     """
     reporter = how.voice(reporter)
     device, loaded = _device(plan, how), Loaded(how.root)
@@ -109,10 +122,10 @@ def execute(
         failed = _train_packed(nodes, loaded, device, resume or not last, reporter, how)
         for error in failed.values() if not last else ():
             raise error
-    found = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+    of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
     if errors is not None:
-        errors.update(found)
-    for error in found.values() if errors is None else ():
+        errors.update(of_targets)
+    for error in of_targets.values() if errors is None else ():
         raise error
     return [node.run() for node in plan.targets]
 
@@ -196,7 +209,7 @@ def _take_over(node: Node, device: torch.device) -> None:
         run.refuse_other_data(node.job.given.data)
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
-        posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
+        posterior.load_state({name_in_file: tensor.to(device) for name_in_file, tensor in run[name].state().items()})
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = run[name].input_shape, run[name].class_names
         posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
@@ -214,7 +227,7 @@ def _check_folders(plan: Plan, resume: bool) -> None:
         refuse_occupied(node.job, True)
     # What a recipe makes again is told to whoever goes on with it; files and posteriors are somebody's choice.
     nodes = [*plan.targets, *plan]
-    nodes += [one for node in nodes for one in node.parents if isinstance(one, Node)]
+    nodes += [parent for node in nodes for parent in node.parents if isinstance(parent, Node)]
     for node in dict.fromkeys(node for node in nodes if node.finished):
         run = node.run()
         for name, start in node.starts.items():
@@ -296,7 +309,13 @@ def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None
 
 
 def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:
-    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data."""
+    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data.
+
+    Args:
+        recipe: that names them.
+        data: of the recipe.
+        root: the data root.
+    """
     for name in recipe.evaluation.out_of_distribution:
         try:
             load_outside(name, data, root)

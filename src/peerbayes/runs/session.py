@@ -105,7 +105,9 @@ class Session:
     def _compare_origins(self, before: Mapping[str, str]) -> None:
         """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
         made_again = _made_by_recipes(self.job.recipe)
-        refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
+        refuse_other_origins(
+            self.folder, {who: digest for who, digest in self.origins.items() if who not in made_again}
+        )
         for who, recipe in made_again.items():
             if before.get(who, self.origins.get(who)) != self.origins.get(who):
                 later = "its peers learn from others from now on"
@@ -199,7 +201,12 @@ class Session:
 
 
 def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
-    """Train sessions side by side; return the errors of those that could not go on, by place."""
+    """Train sessions side by side; return the errors of those that could not go on, by place.
+
+    Args:
+        sessions: built, of one engine and device.
+        world: all processes.
+    """
     for session in sessions:  # nobody writes before everybody has looked
         if not world.same(session.learner.position.step):
             raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")
@@ -213,16 +220,16 @@ def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingE
 
 def _made_by_recipes(recipe: Recipe) -> dict[str, str]:
     """Return whose parents are runs that recipes make, again where they are gone, as `origins_of` calls them."""
-    found = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    recipes = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
     taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
-    return found | ({TAUGHT_BY: taught[0]} if taught else {})
+    return recipes | ({TAUGHT_BY: taught[0]} if taught else {})
 
 
 def _described(loaded: Dataset) -> dict[str, Any]:
     """Return what predictions of new files must know, beside the inputs' shape."""
-    found: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
+    description: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
     margin = getattr(loaded.train, "margin", 1.0)
-    return found if margin == 1.0 else found | {"margin": margin}
+    return description if margin == 1.0 else description | {"margin": margin}
 
 
 def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:

@@ -34,7 +34,10 @@ def fit_temperatures(
         seed: with the peers' names, the address of the draws.
     """
     log_p, labels = _predicted(peers, split, draws, seed)
-    each = {name: metrics.fit_temperature(own, labels, width=TEMPERATURE_WIDTH) for name, own in log_p.items()}
+    each = {
+        name: metrics.fit_temperature(predictions, labels, width=TEMPERATURE_WIDTH)
+        for name, predictions in log_p.items()
+    }
     alone = next(iter(each.values()))
     return each, alone if len(each) == 1 else metrics.fit_temperature(_as_one(log_p), labels, width=TEMPERATURE_WIDTH)
 
@@ -165,6 +168,12 @@ def keep_temperature(
     """Give a posterior a temperature, also in its weights file, whose tensors stay as they are to the last bit.
 
     A certificate is of one temperature: the one it had before is gone.
+
+    Args:
+        posterior: changed.
+        temperature: that its logits are divided by.
+        weights: its file, changed.
+        certificate: what is promised of predictions at that temperature.
     """
     posterior.temperature, posterior.certificate = temperature, certificate
     promised = None if certificate is None else certificate.model_dump(exclude_none=True)

@@ -37,7 +37,7 @@ from peerbayes.training.reporters import Reporter
 
 Row = dict[str, Any]
 
-FIGURES: tuple[Objective, ...] = ("accuracy", "nll", "ece")
+OBJECTIVES: tuple[Objective, ...] = ("accuracy", "nll", "ece")
 TRIALS = 20
 HELD_OUT = 0.1  # of the training images, where neither the recipe nor the data have a validation split
 
@@ -114,8 +114,8 @@ def sweep(
     reporter, where = reporter or Reporter(), pick_device(device)
     if not seeds:
         raise InputError("a sweep needs at least one seed")
-    if objective not in FIGURES:
-        raise InputError(f"objective '{objective}': expected {', '.join(FIGURES)}")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective '{objective}': expected {', '.join(OBJECTIVES)}")
     axes = parse_axes(over, load_recipe(recipe, changes))
     sampler = _sampler(sampler, trials, axes)
     loaded = Loaded(root)
@@ -276,7 +276,7 @@ class _Trainer:
                 "nll": metrics.nll_from_log(log_p, labels),
                 "ece": metrics.ece(log_p.exp(), labels, options.ece_bins),
             })  # fmt: skip
-        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in FIGURES}
+        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in OBJECTIVES}
 
     def table(self) -> list[Row]:
         """Return a row for each setting of the study, whichever process trained it."""
@@ -294,7 +294,7 @@ class _Trainer:
         if value is not None:
             figures = {
                 figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in attributes["seeds"].values()))
-                for figure in FIGURES
+                for figure in OBJECTIVES
             }
             row |= {"state": "complete", "objective": self.objective, "value": value, "spread": attributes["spread"]}
             row |= figures | {key: attributes[key] for key in ("seeds", "seconds", "hardware", "versions")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -108,6 +109,36 @@ def data_root(root: Path | str | None = None) -> Path:
     return Path(root or os.environ.get("PEERBAYES_DATA") or "~/.cache/peerbayes/data").expanduser()
 
 
+class _Found(Exception):
+    """A data set is there, and was only to be found."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+
+_ONLY_FIND: ContextVar[bool] = ContextVar("only_find", default=False)
+
+
+def whereabouts(name: str, root: Path) -> Path | None:
+    """Return where a known data set lies, without reading it; None for one that comes with a dependency.
+
+    Args:
+        name: of the data set.
+        root: data root.
+
+    Raises:
+        InputError: it is not there; the sentence says where it was looked for, and what to get.
+    """
+    token = _ONLY_FIND.set(True)
+    try:
+        READERS[name](root, False)
+    except _Found as found:
+        return found.place
+    finally:
+        _ONLY_FIND.reset(token)
+    return None
+
+
 def find(root: Path, places: Sequence[str], archive: str) -> Path:
     """Return the first of the places below ``root`` that exists; where none does, say what to get.
 
@@ -118,6 +149,8 @@ def find(root: Path, places: Sequence[str], archive: str) -> Path:
     """
     for place in places:
         if (root / place).exists():
+            if _ONLY_FIND.get():
+                raise _Found(root / place)
             return root / place
     looked = ", ".join(str(root / place) for place in places)
     raise InputError(f"data set not found: looked for {looked}; get {archive} and put it there (archives unpacked), or "
