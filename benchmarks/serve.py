@@ -29,7 +29,7 @@ from PIL import Image
 
 import peerbayes as pb
 from peerbayes.engine.devices import environment
-from peerbayes.reports.records import write_record
+from peerbayes.reports.evaluating import write_record
 
 CONNECTIONS = (1, 8, 32)
 BATCHES = (64, 1)  # images of a pass, at most

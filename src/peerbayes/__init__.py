@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.evaluating import evaluate
     from peerbayes.reports.judging import judge
-    from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
     from peerbayes.terms.step import Step
@@ -78,7 +78,7 @@ _HOMES = {
     "calibrate": "api.calibrating",
     "compress": "api.compressing",
     "distill": "api.distilling",
-    "evaluate": "reports.records",
+    "evaluate": "reports.evaluating",
     "export": "exporting.export",
     "fit": "api.fitting",
     "judge": "reports.judging",

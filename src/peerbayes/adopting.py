@@ -19,16 +19,16 @@ from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
-from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.evaluating import evaluate, write_record
 from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
 from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.records import evaluate, write_record
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.how import How, refuse_unknown

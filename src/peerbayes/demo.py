@@ -13,9 +13,9 @@ import torch
 from peerbayes.api.fitting import train
 from peerbayes.data.dataset import Dataset, from_arrays, load
 from peerbayes.metrics.spread import PairedDifference, paired_difference
+from peerbayes.reports.evaluating import write_record
 from peerbayes.reports.page import write_page
 from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.records import write_record
 from peerbayes.reports.tables import cell
 from peerbayes.runs.run import Run
 from peerbayes.showing import aligned

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -625,6 +626,27 @@ def test_the_file_of_a_network_is_loaded_strictly_by_a_network_of_its_name(name,
     images = torch.randint(50, (3, 20)) if name == "fasttext" else torch.rand(3, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(found.eval()(images), student.materialise()(images))
+
+
+def test_the_guide_loads_the_file_of_a_network_of_timm_into_timms_own(tmp_path, monkeypatch):
+    pytest.importorskip("timm")
+    inputs = networks.Inputs(5, (3, 64, 64), (0.4, 0.5, 0.6), (0.2,) * 3)
+    student = pb.Point(networks.build("timm/test_resnet", inputs))
+
+    class OneRun(dict):
+        folder = tmp_path / "runs" / "mine"
+        recipe = SimpleNamespace(peer=lambda _: SimpleNamespace(name="student", network="timm/test_resnet"))
+
+    OneRun.folder.mkdir(parents=True)
+    save_networks(OneRun(student=student))
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "distill.md").read_text()
+    (code,) = re.findall(r"```python\n(import timm.*?)```", guide, re.DOTALL)
+    code = code.replace('"resnet18", num_classes=10', '"test_resnet", num_classes=5')
+    space = {"images": torch.rand(3, 3, 64, 64)}
+    monkeypatch.chdir(tmp_path)
+    with torch.no_grad():
+        exec(code, space)
+        torch.testing.assert_close(space["logits"], student.materialise().eval()(space["images"]))
 
 
 @pytest.mark.parametrize("classes", [5, 2, 1])

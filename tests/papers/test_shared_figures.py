@@ -25,9 +25,9 @@ from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.reports import groups, weights
+from peerbayes.reports.evaluating import write_record
 from peerbayes.reports.figures import png
 from peerbayes.reports.page import report_page
-from peerbayes.reports.records import write_record
 from peerbayes.runs.run import Run
 
 WEIGHTS = 64 * 256 + 256 * 256 + 256 * 10

@@ -21,7 +21,7 @@ from peerbayes.math.noise import Address, uniform_from
 from peerbayes.posteriors import Laplace, MCDropout, Point, Posterior, Swag
 from peerbayes.posteriors.laplace import best_precision
 from peerbayes.posteriors.mc_dropout import _masked
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.run import Run
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)

@@ -18,7 +18,7 @@ from peerbayes.errors import InputError
 from peerbayes.metrics import temper
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports import tables
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 
 CPU = torch.device("cpu")
 SETTINGS = ["data.validation=100", "stages.*.epochs=2", "evaluation.draws=5"]

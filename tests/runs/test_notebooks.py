@@ -15,8 +15,8 @@ from peerbayes.api.fitting import train
 from peerbayes.data import from_arrays
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import load_recipe
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.page import write_report
-from peerbayes.reports.records import evaluate
 from peerbayes.runs.run import load
 from peerbayes.training import reporters
 from peerbayes.training.reporters import ConsoleReporter, Reporter, usual_reporter

@@ -13,7 +13,7 @@ from peerbayes.engine.devices import environment
 from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.posteriors import Point
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.run import Run, load, runs_below
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")

@@ -6,7 +6,7 @@ from commands import write_small
 from peerbayes.api.calibrating import calibrate
 from peerbayes.api.fitting import train
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate, write_record
+from peerbayes.reports.evaluating import evaluate, write_record
 from peerbayes.runs.run import Run
 
 TEXTS = """

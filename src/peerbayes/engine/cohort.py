@@ -123,12 +123,12 @@ class Cohort:
     def step(self, clock: Clock) -> None:
         """Train for one batch, and add its figures to the sums."""
         batch = self.forward(clock)
-        figures = self._together(batch) if self.recipe.update == "simultaneous" else self._in_turn(batch, clock)
+        figures = self._simultaneously(batch) if self.recipe.update == "simultaneous" else self._in_turn(batch, clock)
         self.sums.add_(figures)
 
-    def _together(self, batch: Batch) -> Tensor:
+    def _simultaneously(self, batch: Batch) -> Tensor:
         with self._forked():
-            totals, found = zip(*[self._judge(batch, name) for name in self.peers], strict=True)
+            totals, found = zip(*[self._loss_and_figures(batch, name) for name in self.peers], strict=True)
         figures = torch.cat(found)
         torch.autograd.backward(totals)
         first, *others = self.peers
@@ -149,7 +149,7 @@ class Cohort:
         parts = []
         for name in self.peers:
             with self._forked():
-                total, figures = self._judge(batch, name)
+                total, figures = self._loss_and_figures(batch, name)
             total.backward()
             self._average(name, figures)
             self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
@@ -162,7 +162,7 @@ class Cohort:
         self.state.update([SHARED])
         return torch.cat(parts)
 
-    def _judge(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+    def _loss_and_figures(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
         """Return a peer's loss and figures."""
         before = _count_derived(batch)
         # A compiled term is one node of the graph for all peers, which the first peer in turn would use up.
@@ -191,7 +191,7 @@ class Cohort:
         first = self.world.rank * self.feed.batch_size
         augment = [name for name in self.recipe.data.augment if name not in self.feed.augmented]
         prepared = self.parts.prepare_images(images, augment, self.seed, self.feed.owner, clock.step, first)
-        self.images, teachers = self.consult(prepared, clock.step, first)
+        self.images, teachers = self.perturb_and_teach(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}
         return Batch(
@@ -205,7 +205,7 @@ class Cohort:
             teachers=teachers,
         )
 
-    def consult(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+    def perturb_and_teach(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C).
 
         Args:

@@ -20,9 +20,9 @@ from peerbayes.errors import InputError, within
 from peerbayes.metrics.spread import Summary, summarise
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import TeacherOptions
+from peerbayes.reports.evaluating import evaluate, find_runs
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate, find_runs
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.plan import Node, Parent, parents_of
 from peerbayes.runs.run import Run, peers_at

@@ -14,8 +14,8 @@ from pydantic import Field
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.metrics.spread import summarise
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.record import Alpha, Record, alpha_title
-from peerbayes.reports.records import find_runs
 from peerbayes.runs.plan import folder_of, parents_of
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table

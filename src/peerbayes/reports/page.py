@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from peerbayes.posteriors import storage
 from peerbayes.reports import tables
+from peerbayes.reports.evaluating import write_record
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import write_record
 from peerbayes.reports.sections import method_name, sections
 from peerbayes.reports.svg import COLOURS
 from peerbayes.reports.weights import shared_picture

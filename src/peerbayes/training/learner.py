@@ -34,10 +34,10 @@ from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.probe import Probe
 from peerbayes.training.reporters import Reporter
-from peerbayes.training.validation import Looks
+from peerbayes.training.validation import EpochEvaluator
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
@@ -61,7 +61,7 @@ class Learner:
         world: the processes that share each batch.
         synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
         teachers: who do not learn, on the peers' device.
-        generation: trainings that lie behind this one, which has an order and an augmentation of its own.
+        lineage_depth: trainings that lie behind this one, which has an order and an augmentation of its own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Learner:
         world: World = ALONE,
         synchronise: bool = False,
         teachers: Teachers | None = None,
-        generation: int = 0,
+        lineage_depth: int = 0,
     ) -> None:
         if data.classes < 2:
             raise InputError(f"{data.name}: {_one_class(data)}, expected two or more")
@@ -90,7 +90,7 @@ class Learner:
         self.data = data
         self.seed = seed
         self.world = world
-        self.looks = Looks(recipe, self.peers, data, seed, world)
+        self.evaluator = EpochEvaluator(recipe, self.peers, data, seed, world)
         self.reporter = reporter or Reporter()
         self.device = next(iter(self.peers.values())).device
         self.position = Position()
@@ -108,7 +108,7 @@ class Learner:
             placement=placement,
             part=(world.rank, world.size),
             # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
-            owner=f"data {generation}" if generation else "data",
+            owner=f"data {lineage_depth}" if lineage_depth else "data",
             augment=recipe.data.augment,
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
@@ -154,7 +154,7 @@ class Learner:
             for number in range(self.position.stage, len(self.recipe.stages)):
                 if number != self.position.stage:
                     self.position.begin_stage(number)
-                    self.looks.best = {}
+                    self.evaluator.best = {}
                     self._begin_stage(number)
                 yield from self._stage_steps(number)
         finally:
@@ -278,10 +278,10 @@ class Learner:
             figures |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
-            figures |= self.looks.judge(name, position.step, epoch, self._kept_words)
-            self.looks.keep(name, figures, position)
+            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_words)
+            self.evaluator.keep(name, figures, position)
             if (perturb := self.cohort.perturb) is not None:
-                effect = self.looks.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
+                effect = self.evaluator.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
                 figures["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
         self._before = sampled(self.state, self.peers)
         line = {
@@ -314,7 +314,7 @@ class Learner:
 
     def take_best(self) -> None:
         """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
-        self.looks.take_best()
+        self.evaluator.take_best()
 
     def _pull_sums(self) -> None:
         # The sums, of means over the processes, stay on the device until somebody has to see them.
@@ -341,7 +341,9 @@ class Learner:
         tensors |= self.state.state()
         if self.position.stage_step % self.steps_per_epoch:
             tensors |= {f"before/{name}": tensor for name, tensor in self._before.items()}
-        tensors |= {f"best/{peer}/{name}": t for peer, state in self.looks.best.items() for name, t in state.items()}
+        tensors |= {
+            f"best/{peer}/{name}": t for peer, state in self.evaluator.best.items() for name, t in state.items()
+        }
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
@@ -395,7 +397,7 @@ class Learner:
         for name, tensor in tensors.items():
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)
-                self.looks.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
+                self.evaluator.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
 
     def _reaches(self, position: Position) -> bool:
         stages = self.recipe.stages

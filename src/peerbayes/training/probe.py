@@ -138,7 +138,7 @@ class Probe:
                         f"teacher {number} of {len(logits)} knows {taught.shape[-1]} classes, but {self.data.name} has "
                         f"{self.data.classes}"
                     )
-        return self.cohort.consult(images, 0)[1]
+        return self.cohort.perturb_and_teach(images, 0)[1]
 
     @torch.no_grad()
     def _try_network(self, peer: str, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:

@@ -26,7 +26,7 @@ MOVED = 128  # images, at most, whose step is looked at; no more than a batch, f
 MOVES = 20  # looks at such a step in a run, at most: one costs as much as a hundred captured steps
 
 
-class Looks:
+class EpochEvaluator:
     """Judges peers while they learn, and keeps a copy of each at its best epoch, where the recipe wants that.
 
     Args:
