@@ -153,7 +153,7 @@ def _differences(records: Sequence[Record]) -> Section:
     lines = []
     for one in tables.compared(records):
         cells = [", ".join(filter(None, [one.names, one.peers])), str(one.seeds)]
-        found = [one.figures.get(name) for name in tables.FIGURES]
+        found = [one.figures.get(name) for name in tables.COLUMNS]
         cells += ["" if figure is None else figure.value for figure in found]
         lines.append(ReportRow(cells, remarks=["" if figure is None else figure.remark for figure in found]))
     if not lines:
