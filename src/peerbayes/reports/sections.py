@@ -153,8 +153,9 @@ def _differences(records: Sequence[Record]) -> Section:
     lines = []
     for one in tables.compared(records):
         cells = [", ".join(filter(None, [one.names, one.peers])), str(one.seeds)]
-        found = one.figures.values()
-        lines.append(ReportRow([*cells, *(x.value for x in found)], remarks=[x.remark for x in found]))
+        found = [one.figures.get(name) for name in tables.COLUMNS]
+        cells += ["" if figure is None else figure.value for figure in found]
+        lines.append(ReportRow(cells, remarks=["" if figure is None else figure.remark for figure in found]))
     if not lines:
         return Section("")
     lone = [f"{_sentence(tables.ONE_SEED)}."] * tables.has_lone_seed(records)
