@@ -19,8 +19,8 @@ from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
-from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM

@@ -15,7 +15,7 @@ _ROOMS = {
         "api.compressing": "compress compression",
         "api.distilling": "distill recipe_into save_networks",
         "engine.processes": "joined restarted",
-        "runs.executor": "Loaded check_jobs dry_run execute train_jobs",
+        "runs.executor": "check_jobs dry_run execute train_jobs",
         "engine.devices": "environment",
         "runs.how": "How",
         "recipes.recipe_data": "load_data",

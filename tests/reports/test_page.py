@@ -197,6 +197,17 @@ def test_every_row_and_curve_of_a_method_has_its_number(tree):
     assert {attrs["data-run"] for attrs in Tree(kept).of("tr") if "data-run" in attrs} == {"0", "1"}
 
 
+def test_a_difference_that_nobody_measured_is_an_empty_cell():
+    given = records(["plain", "other"], [0, 1])
+    for record in given[:2]:
+        del record["peers"][0]["nll"]
+    tree = Tree(report_page(given, "h", {}))
+    row = next(row for row in tree.rows if row[0].startswith("other − plain"))
+    assert len(row) == 5
+    assert row[3] == ""
+    assert row[2].startswith("+")
+
+
 def test_a_method_without_a_measurement_keeps_the_numbers_of_others():
     given = records()
     for record in given[:3]:

@@ -81,6 +81,15 @@ def test_a_column_is_sorted_by_its_head(page):
     assert sorted(means) != means != sorted(means, reverse=True)
 
 
+def test_what_was_not_measured_comes_last_whichever_way_others_are_sorted(page, tmp_path):
+    summary = [["", "a"], ["one", "1.5 ± 0.1"], ["two", ""], ["three", "−2"], ["four", "10"]]
+    (tmp_path / "gap.html").write_text(report_page(records(["plain"], [0]), "h", {}, summaries=[summary]))
+    page.open((tmp_path / "gap.html").as_uri())
+    for expected in (["three", "one", "four", "two"], ["four", "one", "three", "two"], ["one", "two", "three", "four"]):
+        page.run("document.querySelector('table').tHead.rows[0].cells[1].querySelector('button').click()")
+        assert column(page, 0, 0) == expected
+
+
 def test_a_column_is_sorted_by_the_keyboard_and_names_by_letters(page):
     names = column(page, 1, 0)
     page.run("document.querySelectorAll('table')[1].querySelector('button').focus()")

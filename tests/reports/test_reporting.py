@@ -714,7 +714,7 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
 
 def test_a_new_column_is_one_line_and_empty_where_records_lack_it(records, monkeypatch):
     """Its figure is there for peers of one method; ensembles, differences and other methods do without."""
-    monkeypatch.setitem(tables.FIGURES, "AUGRC", ("augrc", 1.0))
+    monkeypatch.setitem(tables.COLUMNS, "AUGRC", ("augrc", 1.0))
     whole = json.loads(json.dumps(records))
     method = whole[0]["method"]
     for one in (one for one in whole if one["method"] == method):

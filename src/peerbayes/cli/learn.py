@@ -26,7 +26,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.output import judge_run, reporter, say, show, show_plan
+from peerbayes.cli.output import evaluate_run, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -164,9 +164,9 @@ def _train_and_show(
     if not first:
         raise typer.Exit(1 if failed else 0)
     finished = [run for place, run in enumerate(runs) if place not in failed]
-    loaded, records = executor.Loaded(how["root"]), []
+    loaded, records = executor.DataCache(how["root"]), []
     for done in finished:
-        records.append(judge_run(done, how["device"], loaded, quiet))
+        records.append(evaluate_run(done, how["device"], loaded, quiet))
         write_report(done, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])

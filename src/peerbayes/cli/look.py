@@ -13,7 +13,7 @@ import typer
 from peerbayes.choices import SetMethod
 from peerbayes.cli.completing import recipe_words, run_folders
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.output import judge_run, placed, say, show, waiting
+from peerbayes.cli.output import evaluate_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -90,7 +90,7 @@ def evaluate(
     """
     from peerbayes.reports.evaluating import find_runs
     from peerbayes.reports.page import write_page, write_report
-    from peerbayes.runs.executor import Loaded
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
 
     trust_runs(trust)
@@ -104,14 +104,14 @@ def evaluate(
         "out_of_distribution": ood or None,
         "corrupted": corrupted,
     }
-    loaded, records = Loaded(data_root), []
+    loaded, records = DataCache(data_root), []
     opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
         raise InputError(
             f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: they are plain networks"
         )
     for run in opened:
-        records.append(judge_run(run, device, loaded, averaged=averaged, **how))
+        records.append(evaluate_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])

@@ -14,7 +14,7 @@ from peerbayes.errors import printable
 
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record
-    from peerbayes.runs.executor import Loaded
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
     from peerbayes.training.reporters import Reporter
 
@@ -48,7 +48,7 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManage
     return shown(quiet, patience)
 
 
-def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
+def evaluate_run(run: Run, device: str, loaded: DataCache, quiet: bool = False, **how: Any) -> Record:
     """Evaluate a run on its test split, with data that other runs may share.
 
     Args:

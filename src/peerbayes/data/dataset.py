@@ -39,9 +39,9 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
-from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.inputs import WordVectors
 from peerbayes.networks.normalisation import IMAGENET_STATS
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none

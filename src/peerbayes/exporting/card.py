@@ -15,7 +15,7 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.recipes.recipe import changes_of, without_folders
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import CALIBRATED, ENSEMBLE, FIGURES, rows
+from peerbayes.reports.tables import CALIBRATED, COLUMNS, ENSEMBLE, rows
 from peerbayes.runs.run import Run, read_json, runs_below
 
 RECORD = "evaluation.json"
@@ -332,9 +332,9 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
     if not records:
         told = "" if run is None else "; `peerbayes evaluate` of the run writes what this section is made of"
         return f"## Results\n\nIt was not evaluated when it was exported{told}."
-    columns = FIGURES
+    columns = COLUMNS
     if all({key for key, _ in CALIBRATED.values()} <= set(_judged(record, about)) for record in records):
-        columns = {**FIGURES, **CALIBRATED}
+        columns = {**COLUMNS, **CALIBRATED}
     wanted = {*about["peers"], *([ENSEMBLE] if len(about["peers"]) > 1 else [])}
     only = [{**record, "peers": [p for p in record["peers"] if p.get("name") in wanted]} for record in records]
     shown = [row for row in rows(only, columns) if row.peer in wanted]
@@ -345,7 +345,7 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
     )
     first = records[0]
     draws = f", {first['draws']} draws" if _stochastic(about) else ""
-    after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not FIGURES)
+    after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not COLUMNS)
     other = _judged(first, about).get("out_of_distribution") or {}
     unlike = "".join(
         f"\n\nOut of distribution: entropy tells {_text(name)} apart with an AUROC of {figures['auroc']:.3f}."

@@ -31,6 +31,16 @@ def conv_and_linear(_name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
 
 
+def linear_alone(name: str, module: nn.Module) -> bool:
+    """`conv_and_linear` where a recipe asks for it by name, and knows what it leaves out.
+
+    Args:
+        name: the parameter's.
+        module: that owns it.
+    """
+    return conv_and_linear(name, module)
+
+
 def weight_layers(name: str, module: nn.Module) -> bool:
     """The default choice of `MeanField`: `conv_and_linear`, recurrent layers, and embeddings.
 

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.networks.checkpoint import is_checkpoint
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.recipes.packaged import packaged, parsed, rows
 from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,7 +11,9 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.inference.recalibration import recalibrate
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.point import Point
-from peerbayes.reports.out_of_distribution import Predict
+
+if TYPE_CHECKING:
+    from peerbayes.reports.out_of_distribution import Predict
 
 RECALIBRATED = "recalibrated"  # with batch-norm's statistics estimated anew on the training images
 

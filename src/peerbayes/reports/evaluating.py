@@ -23,9 +23,9 @@ from peerbayes.recipes.recipe import changes_of
 from peerbayes.reports.averaged import predict_averages
 from peerbayes.reports.certified import certified
 from peerbayes.reports.examples import examples as shown_inputs
-from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside
+from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted, judge_outside
 from peerbayes.reports.record import Record, written
-from peerbayes.reports.scoring import binned, recalibrated, scored, selective
+from peerbayes.reports.scoring import basic_figures, binned, recalibrated, scored, selective
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons
 
@@ -248,7 +248,7 @@ def _judge(
 def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
     """Return the figures of log-probabilities (N, C) of the test split, with those of the validation split."""
     labels = _labels(loaded.test)
-    found = figures_of(log_p, labels, bins)
+    found = basic_figures(log_p, labels, bins)
     if held is not None and loaded.validation is not None:
         found |= recalibrated(held, _labels(loaded.validation), log_p, labels, bins)
     return found

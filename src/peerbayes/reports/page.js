@@ -32,11 +32,13 @@ addEventListener("DOMContentLoaded", () => {
     for (const one of heads) one.ariaSort = "none";
     head.ariaSort = next;
     table.classList.toggle("sorted", next !== "none");
-    const rows = [...table.original], numeric = rows.every((row) => !isNaN(number(cell(row, place))));
+    const rows = [...table.original], empty = (text) => !text.trim();
+    const numeric = rows.every((row) => empty(cell(row, place)) || !isNaN(number(cell(row, place))));
     const way = next === "descending" ? -1 : 1;
     if (next !== "none") {
       rows.sort((a, b) => {
         const [x, y] = [cell(a, place), cell(b, place)];
+        if (empty(x) || empty(y)) return empty(x) - empty(y); // what was not measured comes last
         return way * (numeric ? number(x) - number(y) : collator.compare(x.trim(), y.trim()));
       });
     }

@@ -102,3 +102,18 @@ def recalibrated(held: Tensor, held_labels: Tensor, log_p: Tensor, labels: Tenso
 def plain(values: Tensor) -> list[float | None]:
     """Return numbers for JSON, with None for NaN."""
     return [None if value != value else value for value in values.tolist()]
+
+
+def basic_figures(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return accuracy, NLL and ECE of log-probabilities (N, C).
+
+    Args:
+        log_p: log-probabilities, (N, C).
+        labels: (N,).
+        bins: of the ECE.
+    """
+    return {
+        "accuracy": metrics.accuracy(log_p.exp(), labels),
+        "nll": metrics.nll_from_log(log_p, labels),
+        "ece": metrics.ece(log_p.exp(), labels, bins),
+    }

@@ -140,7 +140,7 @@ def _summary(lines: Sequence[Sequence[str]]) -> ReportTable:
 def _results(records: Sequence[Record], below_summary: bool) -> Section:
     note = "ACC in percent; mean ± standard error over seeds"
     note += " (one seed: no spread)." if all(len(group) == 1 for group in tables.grouped(records).values()) else "."
-    columns = dict(tables.FIGURES)
+    columns = dict(tables.COLUMNS)
     judged = [judged for r in records for judged in (*r["peers"], *filter(None, [r.get("ensemble")]))]
     if all("cnll" in one for one in judged):
         columns |= tables.CALIBRATED
@@ -153,12 +153,13 @@ def _differences(records: Sequence[Record]) -> Section:
     lines = []
     for one in tables.compared(records):
         cells = [", ".join(filter(None, [one.names, one.peers])), str(one.seeds)]
-        found = one.figures.values()
-        lines.append(ReportRow([*cells, *(x.value for x in found)], remarks=[x.remark for x in found]))
+        found = [one.figures.get(name) for name in tables.COLUMNS]
+        cells += ["" if figure is None else figure.value for figure in found]
+        lines.append(ReportRow(cells, remarks=["" if figure is None else figure.remark for figure in found]))
     if not lines:
         return Section("")
     lone = [f"{_sentence(tables.ONE_SEED)}."] * tables.has_lone_seed(records)
-    table = ReportTable(["difference", "seeds", *tables.FIGURES], lines)
+    table = ReportTable(["difference", "seeds", *tables.COLUMNS], lines)
     return Section("Differences, paired over seeds", lone, tables=[table])
 
 
@@ -181,10 +182,10 @@ def _outside(records: Sequence[Record], other: str) -> Section:
 
 def _elsewhere(records: Sequence[Record]) -> list[Section]:
     corrupted = tables.only_corrupted(records)
-    found = [("Corrupted images", "The mean over 15 types and 5 severities.", corrupted, tables.FIGURES)]
+    found = [("Corrupted images", "The mean over 15 types and 5 severities.", corrupted, tables.COLUMNS)]
     for way in tables.averaged_ways(records):
         merged = tables.only_averaged(records, way)
-        found.append((f"In one pass ({way})", "As one plain network, its weights averaged.", merged, tables.FIGURES))
+        found.append((f"In one pass ({way})", "As one plain network, its weights averaged.", merged, tables.COLUMNS))
     for heading, last in tables.last_headings(records).items():
         found.append(("The last epochs", f"{_sentence(heading)}.", last, tables.LAST))
     return [

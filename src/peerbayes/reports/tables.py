@@ -18,8 +18,8 @@ from peerbayes.showing import aligned
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
 # Columns of every table of results. A figure of `scoring.scored` needs a line here to be one; records, ensembles and
 # corrupted images that lack it have an empty cell.
-FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
-LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
+COLUMNS = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+LAST = {name: COLUMNS[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 RANKINGS = ("entropy", "disagreement")  # by which images are kept
@@ -259,7 +259,7 @@ def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | N
     return found
 
 
-def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
+def rows(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Row]:
     """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble.
 
     Args:
@@ -295,7 +295,7 @@ def cell(values: Sequence[float], scale: float) -> str:
     return text
 
 
-def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[str]:
+def differences(records: Sequence[Record], columns: Columns = COLUMNS) -> list[str]:
     """Return a sentence for each method against the one before it, paired over the seeds they share.
 
     Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
@@ -322,7 +322,7 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
     return found
 
 
-def compared(records: Sequence[Record], columns: Columns = FIGURES) -> list[Difference]:
+def compared(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Difference]:
     """Return each method against the one before it, over the seeds they share.
 
     Args:
@@ -387,7 +387,7 @@ def text_table(
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
-    columns = FIGURES | (CALIBRATED if calibrated else {})
+    columns = COLUMNS | (CALIBRATED if calibrated else {})
     sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
     for way, found in merged.items():
         sections.append((f"in one pass ({way}):", found, columns))
@@ -396,7 +396,7 @@ def text_table(
     for heading, (kept, shares) in retention_headings(records).items() if retention else ():
         sections.append((f"{heading}:", kept, shares))
     if bad := only_corrupted(records):
-        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
+        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, COLUMNS))
     for other in outside_names(records):
         sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
     with_data = len({record["dataset"] for record in records}) > 1

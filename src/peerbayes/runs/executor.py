@@ -29,7 +29,7 @@ from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 
 
-class Loaded:
+class DataCache:
     """Data sets of recipes, each loaded once, so that packed runs share one copy on the device."""
 
     def __init__(self, root: str | Path | None) -> None:
@@ -105,7 +105,7 @@ def execute(
             others have ended.
     """
     reporter = how.voice(reporter)
-    device, loaded = _device(plan, how), Loaded(how.root)
+    device, loaded = _device(plan, how), DataCache(how.root)
     _check_folders(plan, resume)
     _check_alike(plan, how, device)
     for node in plan.targets:
@@ -142,7 +142,7 @@ def dry_run(plan: Plan, how: How, *, resume: bool = False) -> list[dict[str, Any
         rows of the recipe, the folder, the seed, peers with their networks, what they start from and learn from,
         epochs, steps, and files.
     """
-    device, loaded = _device(plan, how), Loaded(how.root)
+    device, loaded = _device(plan, how), DataCache(how.root)
     _check_folders(plan, resume)
     _check_nodes(plan, loaded, device, how, whole=True)
     rows = []
@@ -170,7 +170,7 @@ def _told(parent: Parent) -> str:
     return str(parent.folder if isinstance(parent, Node) else parent)
 
 
-def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loaded | None = None, **how: Any) -> None:
+def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: DataCache | None = None, **how: Any) -> None:
     """Refuse jobs that could not be trained, without training them.
 
     Args:
@@ -180,7 +180,7 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loade
         how: see `How`.
     """
     settings = How(**how)
-    known, device = loaded or Loaded(settings.root), settings.place()
+    known, device = loaded or DataCache(settings.root), settings.place()
     for node in resolve(jobs).targets:
         if resume is not None:
             refuse_occupied(node.job, resume)
@@ -256,7 +256,7 @@ def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     return Point(network, start_from=start).provenance.parent
 
 
-def _check_nodes(plan: Plan, loaded: Loaded, device: torch.device, how: How, whole: bool = False) -> None:
+def _check_nodes(plan: Plan, loaded: DataCache, device: torch.device, how: How, whole: bool = False) -> None:
     """Refuse what is wrong with any run before the first is trained, which may take days.
 
     A single run is not sent a batch here unless ``whole``: its learner does that before anything is written.
@@ -283,7 +283,7 @@ def _check_alike(plan: Plan, how: How, device: torch.device) -> None:
     _refuse_differing(how.world.differing({what: str(fact) for what, fact in facts.items()}))
 
 
-def _check_alike_data(plan: Plan, loaded: Loaded, how: How) -> None:
+def _check_alike_data(plan: Plan, loaded: DataCache, how: How) -> None:
     if how.world.size == 1:
         return
     sets = {id(data): data for data in map(loaded, plan)}.values()
@@ -327,7 +327,7 @@ def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> Non
 
 
 def _train_packed(
-    nodes: Sequence[Node], loaded: Loaded, device: torch.device, resume: bool, reporter: Reporter, how: How
+    nodes: Sequence[Node], loaded: DataCache, device: torch.device, resume: bool, reporter: Reporter, how: How
 ) -> dict[Path, TrainingError]:
     """Train runs side by side, fewer where memory is too small; return why some could not go on, by folder."""
     errors: dict[Path, TrainingError] = {}

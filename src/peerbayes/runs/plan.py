@@ -15,8 +15,8 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
-from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.packaged import packaged
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe

@@ -26,7 +26,7 @@ from peerbayes.runs.how import How
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
 from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
 from peerbayes.training.learner import Learner
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import Reporter
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class Session:
         how: How,
         packed: int = 1,
         teachers: Teachers | None = None,
-        generation: int = 0,
+        lineage_depth: int = 0,
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
-        self.generation = generation
+        self.lineage_depth = lineage_depth
         self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
@@ -66,7 +66,7 @@ class Session:
             save=self._save,
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
-            generation=generation,
+            lineage_depth=lineage_depth,
             **options,
         )
         self.found = stamp(self.folder) if resume else None
@@ -139,7 +139,7 @@ class Session:
             self.about = {
                 "seed": job.seed,
                 "noise": format_of(job.seed),
-                "generation": self.generation,
+                "generation": self.lineage_depth,
                 "origins": self.origins,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
@@ -173,7 +173,7 @@ class Session:
         self.learner.take_best()
         for name, posterior in self.peers.items():
             posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
-            posterior.provenance = Provenance(depth=self.generation, state="trained")
+            posterior.provenance = Provenance(depth=self.lineage_depth, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.temperature, posterior.certificate = 1.0, None  # those of what it was before are no other's
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)

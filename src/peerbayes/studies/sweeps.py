@@ -26,7 +26,7 @@ from peerbayes.engine.devices import environment, pick_device
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.runs.executor import Loaded, check_jobs, train_jobs
+from peerbayes.runs.executor import DataCache, check_jobs, train_jobs
 from peerbayes.runs.folder import OTHERS
 from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
@@ -118,7 +118,7 @@ def sweep(
         raise InputError(f"objective '{objective}': expected {', '.join(OBJECTIVES)}")
     axes = parse_axes(over, load_recipe(recipe, changes))
     sampler = _sampler(sampler, trials, axes)
-    loaded = Loaded(root)
+    loaded = DataCache(root)
     changes = _with_validation(recipe, changes, validation, loaded, reporter)
     base = load_recipe(recipe, changes)
     folder, name = Path(out) if out is not None else Path("sweeps") / slug(recipe), study or base.name
@@ -156,7 +156,7 @@ def sweep(
 
 
 def _with_validation(
-    recipe: str | Path, changes: Sequence[str], given: float | None, loaded: Loaded, reporter: Reporter
+    recipe: str | Path, changes: Sequence[str], given: float | None, loaded: DataCache, reporter: Reporter
 ) -> list[str]:
     if given is not None:
         if given > 1 and given % 1:
@@ -168,7 +168,7 @@ def _with_validation(
     return [*changes, f"data.validation={HELD_OUT}"]
 
 
-def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
+def _check(setting: Setting, job: Job, loaded: DataCache, how: Mapping[str, Any]) -> None:
     """Check that a setting can be trained and ranked."""
     try:
         if loaded.of_recipe(job.recipe).validation is None:
@@ -205,7 +205,7 @@ class _Trainer:
     folder: Path
     reporter: Reporter
     how: Mapping[str, Any]
-    loaded: Loaded
+    loaded: DataCache
 
     def run(self, claims: Sequence[Claim]) -> None:
         """Train and evaluate settings side by side; one that diverges fails alone."""

@@ -34,7 +34,7 @@ from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.probe import Probe
 from peerbayes.training.reporters import Reporter
 from peerbayes.training.validation import EpochEvaluator
@@ -61,7 +61,7 @@ class Learner:
         world: the processes that share each batch.
         synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
         teachers: who do not learn, on the peers' device.
-        generation: trainings that lie behind this one, which has an order and an augmentation of its own.
+        lineage_depth: trainings that lie behind this one, which has an order and an augmentation of its own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Learner:
         world: World = ALONE,
         synchronise: bool = False,
         teachers: Teachers | None = None,
-        generation: int = 0,
+        lineage_depth: int = 0,
     ) -> None:
         if data.classes < 2:
             raise InputError(f"{data.name}: {_one_class(data)}, expected two or more")
@@ -108,7 +108,7 @@ class Learner:
             placement=placement,
             part=(world.rank, world.size),
             # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
-            owner=f"data {generation}" if generation else "data",
+            owner=f"data {lineage_depth}" if lineage_depth else "data",
             augment=recipe.data.augment,
         )
         self.steps_per_epoch = self.feed.steps_per_epoch

@@ -14,7 +14,7 @@ from peerbayes.reports.figures import COLOURS, entropy_shares, panels
 from peerbayes.reports.groups import open_runs
 from peerbayes.reports.record import Record
 from peerbayes.reports.tables import ENSEMBLE, OUTSIDE, grouped, title
-from peerbayes.runs.executor import Loaded
+from peerbayes.runs.executor import DataCache
 
 
 def entropy(
@@ -40,7 +40,7 @@ def entropy(
     names = list(ood) or list(dict.fromkeys(name for r in runs for name in r.recipe.evaluation.out_of_distribution))
     if not names:
         raise InputError("figure entropy: no recipe names a data set from elsewhere; give one by --ood")
-    loaded, records = Loaded(root), []
+    loaded, records = DataCache(root), []
     for run in runs:
         data = loaded.of(run)
         record = evaluate(run, out_of_distribution=names, data=data, device=device, root=root)

@@ -21,7 +21,7 @@ from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import FIGURES, title
+from peerbayes.reports.tables import COLUMNS, title
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
 
@@ -76,7 +76,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         return mean(peer[key] for peer in records[run.folder]["peers"])
 
     def point(group: Runs) -> Record:
-        keys = ("bytes", *(key for key, _ in FIGURES.values()))
+        keys = ("bytes", *(key for key, _ in COLUMNS.values()))
         return {key: over_seeds(group, functools.partial(figure, key)) for key in keys}
 
     experiments: dict[tuple[str, str], list[Runs]] = {}
@@ -180,11 +180,11 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
 
 def draw_size(found: Record) -> Figure:
     """A row a network and data set, a panel a figure: a line a codebook, a dashed line a reference."""
-    figure, rows = panels(len(found["experiments"]), len(FIGURES), 4.4, 3.7)
+    figure, rows = panels(len(found["experiments"]), len(COLUMNS), 4.4, 3.7)
     for row, experiment in zip(rows, found["experiments"], strict=True):
         sizes = [point["bytes"]["mean"] for line in experiment["lines"] for point in line["points"]]
         beyond = FAR * max(sizes, default=math.inf)
-        for axes, (name, (key, scale)) in zip(row, FIGURES.items(), strict=True):
+        for axes, (name, (key, scale)) in zip(row, COLUMNS.items(), strict=True):
             for number, line in enumerate(experiment["lines"]):
                 look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
                 _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)

@@ -23,7 +23,7 @@ from peerbayes.runs.plan import Job, Node
 from peerbayes.runs.run import default_folder
 from peerbayes.runs.session import train_wave
 from peerbayes.training.learner import Learner
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import ConsoleReporter, Reporter
 
 SHAPE = (1, 4, 4)
