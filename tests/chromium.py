@@ -21,7 +21,7 @@ def path():
 
 
 class Chromium:
-    """A headless Chromium with one tab, that reaches no host.
+    """A headless Chromium with one tab, that reaches no other machine.
 
     ``complaints`` are the errors and warnings that pages have written to the console.
     """
@@ -33,7 +33,7 @@ class Chromium:
         command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--remote-debugging-pipe", f"--user-data-dir={folder}", "--disable-background-networking"]
-        options += ["--host-resolver-rules=MAP * ~NOTFOUND", "about:blank"]
+        options += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", command, program, *options],
             pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -102,6 +102,20 @@ class Chromium:
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{script}: {json.dumps(answer['exceptionDetails'])}")
         return answer["result"].get("value")
+
+    def until(self, script):
+        """Wait until an expression in the page is true."""
+        end = time.monotonic() + SECONDS
+        while not self.run(f"Boolean({script})"):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{script} was false for {SECONDS} s; {self.complaints}")
+            time.sleep(0.02)
+
+    def choose(self, selector, *files):
+        """Choose files for an input, as a person does."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
     def size(self, width, height=900, mobile=False):
         """Give the window a size in CSS pixels."""

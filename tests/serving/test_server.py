@@ -15,8 +15,8 @@ import torch
 import uvicorn
 from PIL import Image
 
-import browser
 import peerbayes as pb
+from chromium import Chromium
 from commands import refused
 from peerbayes.api.fitting import fit
 from peerbayes.errors import InputError
@@ -26,7 +26,6 @@ from peerbayes.serving.served import Served
 from peerbayes.serving.server import serve
 
 PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(pb.__file__).parent.parent)])
-in_a_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
 
 
 class Process:
@@ -61,7 +60,21 @@ def started():
         one.process.communicate()
 
 
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    one = Chromium(tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    chromium.complaints.clear()
+    return chromium
+
+
 def same_origin(requests, address):
+    assert f"{address}/predict" in requests
     return [url for url in requests if not url.startswith((f"{address}/", f"blob:{address}/", "data:"))] == []
 
 
@@ -74,8 +87,7 @@ DROP = """(async () => {
 })()"""
 
 
-@in_a_browser
-def test_a_person_drops_an_image_and_sees_whether_it_abstains(certified, started, tmp_path):
+def test_a_person_drops_an_image_and_sees_whether_it_abstains(browser, certified, started, tmp_path):
     images, _ = certified.data().test.batch(torch.arange(200), torch.device("cpu"))
     wanted = certified.predict(images, coverage=0.95, risk=0.01, device="cpu")
     unsure, sure = int(wanted.abstain.int().argmax()), int((~wanted.abstain).int().argmax())
@@ -83,24 +95,23 @@ def test_a_person_drops_an_image_and_sees_whether_it_abstains(certified, started
         Image.fromarray(images[number, 0].numpy()).save(tmp_path / f"{name}.png")
     (tmp_path / "notes.txt").write_text("no image")
     server = started(certified)
-    with browser.tab(tmp_path / "profile") as tab:
-        tab.open(server.address)
-        tab.until("document.title === 'digits'")
-        shown = {}
-        for count, name in enumerate(("unsure", "sure"), start=1):
-            tab.choose("#file", tmp_path / f"{name}.png")
-            tab.until(f"document.querySelectorAll('article').length === {count}")
-            shown[name] = tab.value("document.querySelector('article').innerText")
-        assert tab.value("document.querySelector('article img').naturalWidth") == 8
-        tab.value(DROP)
-        tab.until("document.querySelectorAll('article').length === 3")
-        assert "dropped.png" in tab.value("document.querySelector('article').innerText")
-        about = tab.value("document.querySelector('details').textContent")
-        assert tab.errors == []
-        assert same_origin(tab.requests, server.address)
-        tab.choose("#file", tmp_path / "notes.txt")
-        tab.until("document.querySelector('#state.fault')")
-        refusal = tab.value("document.querySelector('#state').innerText")
+    browser.open(server.address)
+    browser.until("document.title === 'digits'")
+    shown = {}
+    for count, name in enumerate(("unsure", "sure"), start=1):
+        browser.choose("#file", tmp_path / f"{name}.png")
+        browser.until(f"document.querySelectorAll('article').length === {count}")
+        shown[name] = browser.run("document.querySelector('article').innerText")
+    assert browser.run("document.querySelector('article img').naturalWidth") == 8
+    browser.run(DROP)
+    browser.until("document.querySelectorAll('article').length === 3")
+    assert "dropped.png" in browser.run("document.querySelector('article').innerText")
+    about = browser.run("document.querySelector('details').textContent")
+    assert browser.complaints == []
+    assert same_origin(browser.requests, server.address)
+    browser.choose("#file", tmp_path / "notes.txt")
+    browser.until("document.querySelector('#state.fault')")
+    refusal = browser.run("document.querySelector('#state').innerText")
     threshold = certified.certificate.risk.thresholds[0]
     for name, number, verdict in (
         ("unsure", unsure, "It abstains: the answer is not sure enough to be given."),
@@ -117,20 +128,18 @@ def test_a_person_drops_an_image_and_sees_whether_it_abstains(certified, started
     assert server.end(signal.SIGTERM) == (0, "stopped\n", "")
 
 
-@in_a_browser
-def test_a_person_types_a_text(texts, started, tmp_path):
+def test_a_person_types_a_text(browser, texts, started):
     server = started(texts)
     wanted = texts.predict(["goal goal cup <b>"], device="cpu")
-    with browser.tab(tmp_path / "profile") as tab:
-        tab.open(server.address)
-        tab.until("!document.getElementById('texts').hidden")
-        assert tab.value("document.getElementById('images').hidden")
-        tab.value("document.getElementById('text').value = 'goal goal cup <b>'")
-        tab.value("document.querySelector('#texts button').click()")
-        tab.until("document.querySelector('article')")
-        shown = tab.value("document.querySelector('article').innerText")
-        assert tab.errors == []
-        assert same_origin(tab.requests, server.address)
+    browser.open(server.address)
+    browser.until("!document.getElementById('texts').hidden")
+    assert browser.run("document.getElementById('images').hidden")
+    browser.run("document.getElementById('text').value = 'goal goal cup <b>'")
+    browser.run("document.querySelector('#texts button').click()")
+    browser.until("document.querySelector('article')")
+    shown = browser.run("document.querySelector('article').innerText")
+    assert browser.complaints == []
+    assert same_origin(browser.requests, server.address)
     assert shown.startswith(f"{wanted.labels[0]}\ngoal goal cup <b>\n")
     assert "It never abstains: no risk is promised of its answers. `peerbayes calibrate RUN" in shown
     with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as idle:
