@@ -48,6 +48,7 @@ from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
 ADOPTED = "adopted.json"  # what an adoption says of its runs
+CONFIG = "config.json"  # of an export
 WEIGHTS = "model.safetensors"  # of the only peer of an export
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
@@ -187,6 +188,12 @@ class Run(Mapping[str, Posterior]):
     def finished(self) -> bool:
         """Whether training reached its end."""
         return bool(self.about.get("finished", False))
+
+    @property
+    def exported(self) -> bool:
+        """Whether the folder is an export, whose program and card say what they said when it was made."""
+        path = self.folder / CONFIG
+        return path.is_file() and read_json(path).get("library_name") == "peerbayes"
 
     @property
     def temperature(self) -> float:
