@@ -100,8 +100,9 @@ class Adoption:
         if not widths or min(widths) <= 0 or len(set(widths)) < len(widths):
             raise InputError(f"widths are {', '.join(map(str, widths))}: expected different numbers above 0")
         self.folder, self.seed, self.widths, self.with_peers = folder, seed, tuple(widths), bool(peers)
-        self.extra, self.new_head, self.normalize = extra_epochs, new_head, normalize
+        self.extra, self.new_head, self.normalize, self.epochs = extra_epochs, new_head, normalize, epochs
         self.module = network if isinstance(network, nn.Module) else None
+        self.title = str(network) if self.module is None else type(network).__name__
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
         given = set_data(table, data, root)
@@ -289,8 +290,23 @@ def adopt(
         new_head=new_head, normalize=normalize, seed=seed, overrides=overrides, root=how.get("root"),
     )  # fmt: skip
     options = How(**how)
-    device = options.place()
-    options.voice(reporter).headline(_validation_told(adoption.data))
+    with options.speaking(reporter) as voice:
+        voice.headline(_validation_told(adoption.data))
+        return _adopted(adoption, options, how, voice, resume, smaller, corrupted, compare)
+
+
+def _adopted(
+    adoption: Adoption,
+    options: How,
+    how: Mapping[str, Any],
+    reporter: Reporter,
+    resume: bool,
+    smaller: Sequence[str],
+    corrupted: str | Path | None,
+    compare: Mapping[str, Run],
+) -> Adopted:
+    """Train, choose and judge; see `adopt`."""
+    device, epochs = options.place(), adoption.epochs
 
     def trained(jobs: Mapping[str, Job]) -> dict[str, Run]:
         runs = execute(resolve(list(jobs.values())), options, resume=resume, reporter=reporter)
@@ -309,7 +325,7 @@ def adopt(
         chosen |= trained({"peers": adoption.peers(width)})
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
     for which in smaller:
-        further = {**how, "resume": resume and (folder / which).exists(), "reporter": reporter}
+        further = {**how, "resume": resume and (adoption.folder / which).exists(), "reporter": reporter}
         chosen[which] = adoption.smaller(which, chosen["bayesian"], epochs, further)
         losses[which] = _losses(chosen[which], adoption.data, device)
     for who, one in compare.items():
@@ -323,13 +339,14 @@ def adopt(
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])
+            reporter.result(one.folder, judged[who])
     rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
     record: Record = {
-        "network": str(network) if adoption.module is None else type(network).__name__,
+        "network": adoption.title,
         "dataset": adoption.data.name,
-        "seed": seed,
+        "seed": adoption.seed,
         "epochs": epochs,
-        "new_head": new_head,
+        "new_head": adoption.new_head,
         "validation_images": len(adoption.data.validation or ()),
         "validation_mistakes": mistakes,
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
@@ -349,8 +366,8 @@ def adopt(
             f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
             "to choose a temperature by."
         )
-    write_record(folder / ADOPTED, record)
-    return Adopted(folder, chosen, record, judged)
+    write_record(adoption.folder / ADOPTED, record)
+    return Adopted(adoption.folder, chosen, record, judged)
 
 
 def default_adopted(network: Network) -> Path:

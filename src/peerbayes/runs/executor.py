@@ -91,7 +91,13 @@ def execute(
 
     Everything is checked before anything is written. What others need goes on where it was interrupted.
     """
-    reporter = how.voice(reporter)
+    with how.speaking(reporter) as voice:
+        return _executed(plan, how, resume, voice, errors)
+
+
+def _executed(
+    plan: Plan, how: How, resume: bool, reporter: Reporter, errors: dict[int, TrainingError] | None
+) -> list[Run]:
     device, loaded = _device(plan, how), Loaded(how.root)
     _check_folders(plan, resume)
     _check_alike(plan, how, device)
