@@ -51,7 +51,7 @@ $(DOCS_READY): $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("peerbayes needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[zoo,sweep,export,test]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[zoo,sweep,export,serve,test]"
 	touch $(READY)
 
 clean:

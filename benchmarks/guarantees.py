@@ -29,7 +29,7 @@ from peerbayes.inference.guarantees import FITTED, Promises
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics import temper
 from peerbayes.recipes.recipe import changes_of, load_recipe
-from peerbayes.reports.records import write_record
+from peerbayes.reports.evaluating import write_record
 from peerbayes.runs.run import Run
 from peerbayes.runs.temperatures import certificate_of
 

@@ -238,7 +238,8 @@ def worth(
     trained = {f"{name}-{recipe.rpartition('/')[2]}": ["train", recipe, "--seeds", seeds] for recipe in recipes}
     foreign = {f"{name}-outside-{other}": [*every, "--ood", other] for other in outside}
     judged = [*every, *(word for other in there for word in ("--ood", other))]
-    return {name: Table({**trained, name: judged, **foreign}, optional=list(foreign))}
+    one_pass = {f"{name}-one-pass": ["evaluate", *runs([recipes[YARDSTICKS.index("default")]], seeds), "--averaged"]}
+    return {name: Table({**trained, name: judged, **one_pass, **foreign}, optional=list(foreign))}
 
 
 ABLATION = ("shared-no-blend", "shared-no-outliers", "shared-neither")

@@ -23,7 +23,7 @@ from PIL import Image
 from peerbayes.api.fitting import train
 from peerbayes.engine.devices import environment
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import write_record
+from peerbayes.reports.evaluating import write_record
 
 A_FOLDER = 1000
 

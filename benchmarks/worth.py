@@ -26,7 +26,15 @@ AGAINST = "default"  # which the others are compared with
 FORMS: dict[str, tuple[str, Callable[[Record], Sequence[Record]]]] = {
     "each": ("each peer", lambda record: record["peers"]),
     "as one": ("both as one", lambda record: [record["ensemble"]] if "ensemble" in record else []),
+    "each mean": ("each peer in one pass", lambda record: _means(record["peers"])),
+    "means": ("both in a pass each", lambda record: _means([record["ensemble"]] if "ensemble" in record else [])),
 }
+BASE = {"each mean": "each", "means": "as one"}  # what they are compared with, of the default
+
+
+def _means(judged: Sequence[Record]) -> list[Record]:
+    """Return the figures of mean weights, where they were evaluated."""
+    return [one["averaged"]["mean"] for one in judged if "averaged" in one]
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
@@ -36,10 +44,12 @@ def read(paths: Sequence[Path]) -> list[Record]:
         found = json.loads(path.read_text())
         for record in found if isinstance(found, list) else [found]:
             before = joined.setdefault((record["recipe"], record["seed"]), record)
-            for _, parts in FORMS.values():
+            for form in ("each", "as one"):
+                parts = FORMS[form][1]
                 for one, other in zip(parts(before), parts(record), strict=True):
-                    if "out_of_distribution" in other:
-                        one["out_of_distribution"] = one.get("out_of_distribution", {}) | other["out_of_distribution"]
+                    for key in ("out_of_distribution", "averaged"):
+                        if key in other:
+                            one[key] = one.get(key, {}) | other[key]
     return list(joined.values())
 
 
@@ -57,6 +67,8 @@ def kept(ranking: str) -> Callable[[Record], float | None]:
     """Return the accuracy of the images kept by a ranking; None of what has no disagreement."""
 
     def figure(one: Record) -> float | None:
+        if "selective" not in one:
+            return None
         curve = one["selective"][ranking]["retention"]
         silent = ranking == "disagreement" and one.get("disagreement") == 0
         return None if silent else curve.get(KEPT)
@@ -125,17 +137,19 @@ def table(records: Sequence[Record]) -> str:
     for name, own in by_recipe.items():
         pairs = len(own[0]["peers"]) > 1
         for form, (words, _) in FORMS.items():
-            if form == "as one" and not pairs:
+            if form in ("as one", "means") and not pairs:
                 continue
             for nll, ece, more in (("nll", "ece", ""), ("cnll", "cece", ", temperature")):
                 figures = [values(own, form, lambda one, key=key: one.get(key)) for key in ("accuracy", nll, ece)]  # type: ignore[misc]
                 if not figures[1]:
                     continue
-                title = name.rpartition("/")[2] + (f", {words}" if pairs else "") + more
+                words = words if pairs else "in one pass" if form in BASE else ""
+                title = name.rpartition("/")[2] + (f", {words}" if words else "") + more
                 cells = [cell(figures[0], True), cell(figures[1]), cell(figures[2])]
                 cells += ["" if more else cell(values(own, form, ask), part) for ask, part in more_figures.values()]
                 # A single network is compared with a peer, an ensemble with the ensemble.
-                rows.append([title, *cells, difference(figures[1], base.get((own[0]["network"], form, nll), {}))])
+                default = base.get((own[0]["network"], BASE.get(form, form), nll), {})
+                rows.append([title, *cells, difference(figures[1], default)])
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -24,7 +24,7 @@ from peerbayes.codebook import Sharing
 from peerbayes.data import AUGMENTATIONS, CORRUPTIONS
 from peerbayes.data import names as data_names
 from peerbayes.posteriors import Posterior
-from peerbayes.posteriors.base import KINDS
+from peerbayes.posteriors.kinds import KINDS
 from peerbayes.recipes import recipe as recipes
 
 DOCS = Path(__file__).resolve().parent

@@ -28,7 +28,7 @@ for split, part in (("train", digits.train), ("test", digits.test)):
 
 data = FOLDER / "my-images"
 run = pb.train(data=data, run=FOLDER / "run", epochs=EPOCHS)  # network, size and batches follow the images
-record = pb.evaluate(run)
+record = pb.evaluate(run, examples=8)  # with the images that it is least and most certain of, for the page
 pb.reports.write_report(run, record)
 
 print(pb.reports.text_table([record]))

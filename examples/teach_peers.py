@@ -14,8 +14,8 @@ SHORT = ["stages.0.epochs=2", "stages.1.epochs=1", "evaluation.draws=10"]  # lea
 runs = []
 for recipe in ("mutual/digits-vanilla", "mutual/digits-dml"):  # alone, and by deep mutual learning
     for seed in (0, 1):
-        folder = FOLDER / recipe.split("-")[-1] / f"seed{seed}"
-        # The network that a peer starts from is trained first, into a folder beside the run.
+        folder = FOLDER / f"{recipe.split('-')[-1]}-seed{seed}"
+        # The network that a peer starts from is trained first, into a folder beside the runs, which both start from it.
         runs.append(pb.train(recipe, folder, seed=seed, overrides=SHORT))
 
 # Means over seeds with their standard error, and what two seeds could have shown.

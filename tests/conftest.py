@@ -1,7 +1,9 @@
 """One thread a process: the tests run side by side, and results must not depend on who else is running."""
 
 import functools
+import gc
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -19,6 +21,20 @@ torch.set_num_threads(1)
 settings.register_profile("unhurried", deadline=None)  # how long a case takes is the machine's affair
 settings.load_profile("unhurried")
 pytest.register_assert_rewrite("commands", "learners")
+# Runs of tests survive no power cut: to wait for the disk takes a twentieth of the time. Tests of what has to be on
+# it, and in which order, put a function of their own in this place; processes of their own wait as users do.
+os.fsync = lambda _descriptor: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_loaded_is_no_garbage():
+    """Let collections, of which each training asks for one, pass by the half a million objects of tests and torch."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain of what is left at the end
 
 
 def pytest_collection_modifyitems(items):
@@ -46,7 +62,7 @@ def pytest_sessionfinish(session, exitstatus):
         session.config.getoption("--record"),
         exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
     )
-    if path is None or not finished:
+    if path is None or not finished or hasattr(session.config, "workerinput"):  # a worker's
         return
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
     outcomes = {

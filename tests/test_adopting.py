@@ -1,8 +1,11 @@
 """Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
 
+import html
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,13 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import peerbayes as pb
 from commands import QUIET, called, change, process, refused
-from learners import stopped_at
+from learners import Recorder, stopped_at
 from peerbayes import metrics, networks
 from peerbayes.adopting import ENSEMBLE, WIDTHS, Adoption, _difference, _losses, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.run import Run, peers_at
+from peerbayes.runs.temperatures import learnt_by
 from peerbayes.training.learner import Learner
 
 FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
@@ -96,6 +100,16 @@ def test_the_table_has_every_way_to_predict_with_what_it_costs(adopted):
         assert raw["accuracy"] == tempered["accuracy"]
         assert tempered["temperature"] > 0
         assert raw["corrupted"]["accuracy"] <= raw["accuracy"]
+
+
+def test_a_page_shows_the_table_and_every_run(place, adopted):
+    page = (place[0] / "run" / "report.html").read_text()
+    for row in adopted["rows"]:
+        assert f">{row['who']}</th><td>{100 * row['accuracy']:.2f}</td>" in page.replace("\n", "")
+    for who in ("plain", "extra", "bayesian", "peers", "distilled", "compressed"):
+        assert f"</i>{who}</label>" in page
+    assert html.escape(adopted["verdict"]).replace("&#x27;", "&#39;") in page
+    assert 'alt="Test image ' in page
 
 
 def test_what_is_made_smaller_is_made_of_the_chosen_width(place, adopted):
@@ -222,11 +236,97 @@ def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
 
 def test_a_dry_run_says_all_and_writes_nothing(place, tmp_path):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run")
-    rows = json.loads(called(*words, "--peers", 2, "--dry-run", "--json", *FAST, *QUIET))
-    names = ["plain", "width-0.05", "width-0.2", "peers"]
-    assert [row["folder"] for row in rows] == [str(tmp_path / "run" / name) for name in names]
-    assert [row["epochs"] for row in rows] == [0, 1, 1, 1]
+    words += ("--peers", 2, "--distill", "--compress", "--dry-run", "--json")
+    rows = json.loads(called(*words, *FAST, *QUIET))
+    run, rows = tmp_path / "run", {Path(row["folder"]).name: row for row in rows}
+    assert rows.keys() == {"plain", "width-0.05", "width-0.2", "peers", "distilled", "compressed"}
+    assert {Path(row["folder"]).parent for row in rows.values()} == {run}
+    assert [rows[name]["epochs"] for name in ("plain", "width-0.05", "peers", "distilled", "compressed")] == [
+        0, 1, 1, 1, 1
+    ]  # fmt: skip
+    assert rows["distilled"]["teachers"] == [str(run / "width-0.2")]  # as long as no width is chosen
+    assert rows["distilled"]["peers"] == {"student": "mlp"}
+    assert rows["compressed"]["starts"] == {"net": str(run / "width-0.2")}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_trained_sees_the_same_images(place, adopted, tmp_path):
+    folder = place[0] / "run"
+    names = {*adopted["folders"].values()}
+    assert {tuple(Run(folder / name).recipe.data.augment) for name in names} == {()}
+    changed = Adoption(place[0] / "net.pth", "digits", tmp_path / "run", name="mlp", overrides="data.augment=['crop']")
+    nodes = [node for wave in changed.plan(["distilled", "compressed"]).waves for node in wave]
+    assert len(nodes) == 1 + len(WIDTHS) + 2
+    assert {tuple(node.recipe.data.augment) for node in nodes} == {("crop",)}
+
+
+# ---- a network that has learnt the validation images ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A network that knows noise by heart, validation images too, and cannot know the test split's."""
+    folder = tmp_path_factory.mktemp("learnt")
+    noise = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (400, 8, 8), dtype=torch.uint8, generator=noise)
+    labels = torch.randint(0, 10, (400,), generator=noise)
+    arrays = {"train_images": images[:200], "train_labels": labels[:200]}
+    arrays |= {"test_images": images[200:], "test_labels": labels[200:]}
+    np.savez(folder / "noise.npz", **{name: tensor.numpy() for name, tensor in arrays.items()})
+    torch.manual_seed(0)
+    net = networks.build("mlp", network_inputs(load(folder / "noise.npz", validation=20)))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(images[:200, None] / 255), labels[:200]).backward()
+        optimizer.step()
+    save_file(net.state_dict(), folder / "net.safetensors")
+    told = Recorder()
+    how = {"name": "mlp", "data": str(folder / "noise.npz"), "run": folder / "run", "epochs": 1, "widths": [0.1, 0.2]}
+    how |= {"corrupted": None, "overrides": "evaluation.draws=2", "device": "cpu"}
+    return folder, how, told, pb.adopt(folder / "net.safetensors", reporter=told, **how)
+
+
+def test_a_network_that_has_learnt_the_validation_images_is_told_and_nothing_chosen(learnt):
+    _, _, told, found = learnt
+    assert found.record["validation_learnt"]
+    (warning,) = [text for text in told.warnings if "learnt" in text]
+    assert warning.startswith("the network is right about 100.0 % of the 20 validation inputs, but ")
+    assert found.record["verdict"] == f"Ship plain, as it is: nothing can be chosen, since {warning}"
+    assert (found.record["ship"]["who"], found.record["ship"]["temperature"]) == ("plain", None)
+
+
+def test_what_is_shipped_without_a_temperature_predicts_without_one(learnt):
+    folder, how, _, found = learnt
+    images = torch.rand(3, 1, 8, 8)
+    run = pb.load(folder / "run")
+    assert run.folder.name == "plain"
+    assert torch.equal(run.predict(images).probabilities, run.predict(images, calibrated=False).probabilities)
+    assert Run(folder / "run" / "width-0.1")["net"].temperature != 1
+    again = pb.adopt(folder / "net.safetensors", resume=True, reporter=Recorder(), **how)
+    assert again.record == found.record
+    assert pb.load(folder / "run")["net"].temperature == 1
+
+
+def test_what_holds_for_every_run_is_said_once(learnt):
+    lines = learnt[2].headlines
+    assert sum("20 of 200 training images are held out" in line for line in lines) == 1
+    assert not any("training it first" in line for line in lines)
+
+
+@pytest.mark.parametrize(("held", "test"), [((0.94, 120), (0.54, 400)), ((1.0, 40), (0.2, 40))])
+def test_splits_that_are_no_more_alike_are_told_apart(held, test):
+    assert "most likely it has learnt the former" in learnt_by(*held, *test)
+    gap = (held[0] * held[1] + test[0] * test[1]) / (held[1] + test[1])
+    z = (held[0] - test[0]) / math.sqrt(gap * (1 - gap) * (1 / held[1] + 1 / test[1]))
+    assert z > 4
+    assert learnt_by(*test, *held) == ""
+
+
+def test_splits_of_one_kind_are_hardly_ever_told_apart():
+    rng = np.random.default_rng(0)
+    held, test = rng.binomial(100, 0.9, 2000) / 100, rng.binomial(300, 0.9, 2000) / 300
+    assert not any(learnt_by(one, 100, other, 300) for one, other in zip(held, test, strict=True))
 
 
 def test_a_module_is_adopted_as_its_file_is(place, adopted, tmp_path):

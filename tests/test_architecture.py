@@ -26,7 +26,7 @@ def test_many_are_named():
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("FIGURES", "reports.tables"),
+        ("COLUMNS", "reports.tables"),
         ("AUGMENTATIONS", "data.transforms.augment"),
         ("make_optimizer", "engine.stages"),
         ("Optimizer", "recipes.settings"),

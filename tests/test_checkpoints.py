@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks.checkpoint import fitted, read_checkpoint, under_names
+from peerbayes.networks.weights_files import fitted, read_checkpoint, under_names
 
 
 @pytest.fixture

@@ -562,6 +562,7 @@ def test_a_real_process_prints_pure_json_and_its_progress_elsewhere(place, train
     assert record["peers"] == trained[1]["peers"]
     assert "Small · small · 2 peers · mlp · cpu, eager · seed 0" in done.stderr
     assert "loss" in done.stderr
+    assert re.search(r"^(.*): weights, report\.html; next: peerbayes predict \1 FILES$", done.stderr, re.MULTILINE)
     for name in ("weights-a.safetensors", "weights-b.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (trained[0] / name).read_bytes()
 

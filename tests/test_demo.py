@@ -102,7 +102,7 @@ def test_what_is_shipped_is_chosen_among_what_adopt_has_made(shown):
         assert record["ship"]["run"] != demo.PAIR
         assert f"seed {record['seed']}: {record['ship']['who']}" in text
     assert "minus plain + temperature, paired" in page
-    assert "photographs, told from the test split by entropy" in page
+    assert "Out of distribution: photographs" in page
 
 
 def test_it_says_who_is_ahead(shown):

@@ -43,7 +43,7 @@ def test_peers_have_the_settings_that_were_measured():
     (stage,) = recipe.stages
     assert [peer.posterior.rho for peer in recipe.peers] == [-5.0, -5.0]
     assert stage.optimizer.model_dump(exclude_none=True) == {
-        "name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "clip": 0.0,
+        "name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "clip": 5.0,
     }  # fmt: skip
     assert (stage.lr_schedule, stage.terms["kl"]["scheme"], stage.terms["kl"]["weight"]) == (
         "cosine",
@@ -66,7 +66,7 @@ def test_networks_and_crops_follow_the_images(side, channels, network, augment):
     assert fitted_to(own, images(200, side, channels)) == own
 
 
-@pytest.mark.parametrize(("count", "size"), [(40, 16), (2000, 128), (400, 50)])
+@pytest.mark.parametrize(("count", "size"), [(40, 16), (5000, 128), (960, 30)])
 def test_small_splits_have_small_batches(count, size):
     assert fitted_to(load_recipe("plain"), images(count, 8, 1)).data.batch_size == size
 

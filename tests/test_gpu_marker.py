@@ -110,8 +110,9 @@ def recorded(folder, *words):
     return done, json.loads(path.read_text()) if path.is_file() else None
 
 
-def test_the_record_says_what_came_of_which_tests_where(tmp_path):
-    done, record = recorded(tmp_path, "-p", "pretended")
+@pytest.mark.parametrize("side_by_side", [(), ("-n", "1")], ids=["alone", "a_worker"])
+def test_the_record_says_what_came_of_which_tests_where(tmp_path, side_by_side):
+    done, record = recorded(tmp_path, "-p", "pretended", *side_by_side)
     assert done.returncode == 1, done.stdout + done.stderr
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True, check=True).stdout
     assert record.pop("uncommitted") is not None

@@ -37,6 +37,7 @@ ROOMS = [
     "api",
     "reports",
     "exporting",
+    "serving",
     "papers",
     "studies",
     "adopting",

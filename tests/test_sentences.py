@@ -28,6 +28,8 @@ def place(tmp_path, monkeypatch):
             Image.fromarray(pixels).save(tmp_path / "my-images" / name / f"{number}.png")
     (tmp_path / "texts.csv").write_text("text,label\ngood,yes\nbad,no\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "mine.csv").write_text("text,label\ngood,yes\nbad,no\n")
     (tmp_path / "notes.txt").write_text("not data")
     torch.save({"state_dict": {"a": torch.zeros(2)}}, tmp_path / "model.pth")
     save_npz(tmp_path / "three.npz")
@@ -53,6 +55,8 @@ def place(tmp_path, monkeypatch):
         ("train --data zzzzz", "no data set 'zzzzz': not a known name, and neither zzzzz nor data/zzzzz exists; "
                                f"known: {KNOWN}"),
         ("train --data empty", "{place}/empty: expected one sub-folder a class, found none"),
+        ("train --data tables", "{place}/tables: expected one sub-folder a class, found none; texts go by train.csv "
+                                "and test.csv, or one by one: --data {place}/tables/mine.csv"),
         ("train --data notes.txt", "{place}/notes.txt: expected an .npz file, an image folder, a table of texts or "
                                    "image paths (.csv), texts (.json) or a known name"),
         ("train --data model.pth", "{place}/model.pth: holds weights, expected data; the network that they are of is "

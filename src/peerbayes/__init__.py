@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
-    from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.base import Posterior
+    from peerbayes.posteriors.flat_network import Weights
     from peerbayes.posteriors.laplace import Laplace
     from peerbayes.posteriors.mc_dropout import MCDropout
     from peerbayes.posteriors.mean_field import MeanField
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
+    from peerbayes.reports.evaluating import evaluate
     from peerbayes.reports.judging import judge
-    from peerbayes.reports.records import evaluate
     from peerbayes.runs.run import Run, load
     from peerbayes.terms.definition import term
     from peerbayes.terms.step import Step
@@ -72,12 +73,12 @@ _HOMES = {
     "Shared": "codebook.shared",
     "Step": "terms.step",
     "Swag": "posteriors.swag",
-    "Weights": "posteriors.base",
+    "Weights": "posteriors.flat_network",
     "adopt": "adopting",
     "calibrate": "api.calibrating",
     "compress": "api.compressing",
     "distill": "api.distilling",
-    "evaluate": "reports.records",
+    "evaluate": "reports.evaluating",
     "export": "exporting.export",
     "fit": "api.fitting",
     "judge": "reports.judging",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,25 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes import metrics
-from peerbayes.api.fitting import set_data
+from peerbayes.api.calibrating import calibrate, keep_together
+from peerbayes.api.compressing import compress
 from peerbayes.data.dataset import Dataset
+from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
-from peerbayes.networks.checkpoint import ENDINGS, is_checkpoint
 from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import load_data
+from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.evaluating import evaluate, write_record
+from peerbayes.reports.examples import SHOWN
 from peerbayes.reports.out_of_distribution import MIXED
-from peerbayes.reports.page import write_report
+from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.records import evaluate, write_record
 from peerbayes.reports.tables import ENSEMBLE
-from peerbayes.runs.executor import dry_run, execute
+from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import ADOPTED, Run, slug
+from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
 
@@ -66,7 +70,8 @@ class Adopted:
         return self.runs[self.record["ship"]["run"]]
 
     def __str__(self) -> str:
-        return f"{adoption_table(self.record)}\n\n{self.record['verdict']}"
+        table = "\n".join(aligned(adoption_table(self.record), left=1))
+        return f"{table}\n\n{self.record['verdict']}"
 
 
 class Adoption:
@@ -106,8 +111,9 @@ class Adoption:
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
         given = set_data(table, data, root)
-        self._table = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}")).model_dump(exclude_none=True)
-        self.data: Dataset = given or load_data(self._recipe({}), root)
+        chosen = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}"))
+        self.data: Dataset = given or load_data(chosen, root)
+        self._table = chosen.model_dump(exclude_none=True)
         self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
@@ -171,38 +177,55 @@ class Adoption:
         posterior = self._posterior(width)
         return self._job("peers", title, PAIR, "plain", posterior=posterior, stages=self._stages(**terms))
 
-    def smaller(self, which: str, before: Run, epochs: int, how: Mapping[str, Any]) -> Run:
-        """Return the run of what is made of the Bayesian network: one plain network, or a small codebook.
+    def smaller(self, which: str, before: Path) -> Job:
+        """Return the job of what is made of the Bayesian network: one plain network, or a small codebook.
+
+        Args:
+            which: ``distilled`` or ``compressed``.
+            before: folder of the Bayesian network's run.
+        """
+        from peerbayes.api.distilling import ALONE
+
+        source = ALONE if which == "distilled" else SMALL
+        table = load_recipe(source).model_dump(exclude_none=True) | {"data": self._table["data"]}
+        if which == "distilled":
+            table["teachers"]["runs"] = [str(before.resolve())]
+        else:
+            start = str((before / f"weights-{NET}.safetensors").resolve())
+            table["peers"][0] |= {"network": self._network, "start_from": start}
+        recipe = load_recipe(Recipe.parse(table, f"recipe {source}"), self._smaller_changes(which))
+        return Job(recipe, self.folder / which, self.seed, Given(data=self._given))
+
+    def make_smaller(self, which: str, before: Run, how: Mapping[str, Any]) -> Run:
+        """Train what `smaller` returns.
 
         Args:
             which: ``distilled`` or ``compressed``.
             before: the run of the Bayesian network.
-            epochs: of training.
             how: see `How`, with ``resume`` and ``reporter``.
         """
-        from peerbayes.api.compressing import compress, compression
-        from peerbayes.api.distilling import ALONE, distill, recipe_into, save_networks
+        from peerbayes.api.distilling import ALONE, distill, save_networks
 
-        changes, folder = [f"stages.0.epochs={epochs}", "stages.0.warmup=0"], self.folder / which
-        if which == "compressed":
-            changes.append(f"evaluation.draws={self._table['evaluation']['draws']}")
+        folder = self.folder / which
         if self.module is not None:
+            changes = self._smaller_changes(which)
             given: dict[str, Any] = {"run": folder, "seed": self.seed, "overrides": changes, **how}
             if which == "distilled":
                 distill(before, into=self.module, data=self.data, recipe=ALONE, **given)
             else:
                 compress(before, into=SMALL, **given)
             return Run(folder, {STUDENT if which == "distilled" else NET: self.module})
-        if which == "distilled":
-            job = Job(recipe_into(ALONE, [before.folder], changes), folder, self.seed)
-        else:
-            job = compression(before.folder, SMALL, "sharing/stage1", changes, folder, self.seed)
-        job = replace(job, given=replace(job.given, data=self._given))
         options = {key: value for key, value in how.items() if key not in ("resume", "reporter")}
-        (done,) = execute(resolve([job]), How(**options), resume=how["resume"], reporter=how["reporter"])
+        plan = resolve([self.smaller(which, before.folder)])
+        (done,) = execute(plan, How(**options), resume=how["resume"], reporter=how["reporter"])
         if which == "distilled":
             save_networks(done)
         return done
+
+    def _smaller_changes(self, which: str) -> list[str]:
+        changes = [f"stages.0.epochs={self.epochs}", "stages.0.warmup=0"]
+        draws = f"evaluation.draws={self._table['evaluation']['draws']}"
+        return changes + [draws] * (which == "compressed")
 
     def _posterior(self, width: float) -> dict[str, Any]:
         (peer,) = self._table["peers"]
@@ -211,11 +234,16 @@ class Adoption:
     def _stages(self, **terms: Any) -> list[dict[str, Any]]:
         return [{**stage, "terms": terms} for stage in self._table["stages"]]
 
-    def plan(self) -> Plan:
-        """Return the plan of all runs; the width of peers is the middle one, as long as none is chosen."""
-        jobs = list(self.first.values())
-        middle = sorted(self.widths)[len(self.widths) // 2]
-        return resolve([*jobs, self.peers(middle)] if self.with_peers else jobs)
+    def plan(self, smaller: Sequence[str] = ()) -> Plan:
+        """Return the plan of all runs; the width of later ones is the middle one, as long as none is chosen.
+
+        Args:
+            smaller: what else is made of the Bayesian network: ``distilled``, ``compressed``.
+        """
+        jobs, middle = self.first, sorted(self.widths)[len(self.widths) // 2]
+        before = jobs[f"width-{middle:g}"].folder
+        further = [self.peers(middle)] if self.with_peers else []
+        return resolve([*jobs.values(), *further, *(self.smaller(which, before) for which in smaller)])
 
 
 def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
@@ -312,10 +340,15 @@ def _adopted(
         runs = execute(resolve(list(jobs.values())), options, resume=resume, reporter=reporter)
         return dict(zip(jobs, runs, strict=True))
 
-    runs = trained(adoption.first)
+    jobs = adoption.first
+    check_jobs(list(jobs.values()), resume=resume, **how)  # before the first of them writes anything
+    runs = trained({"plain": jobs.pop("plain")})
+    if learnt := _learnt(runs["plain"], adoption.data, device):
+        reporter.warn(learnt)
+    runs |= trained(jobs)
     losses = {who: _losses(run, adoption.data, device) for who, run in runs.items()}
     mistakes = _mistakes(runs["plain"], adoption.data, device)
-    after = mistakes >= FEWEST  # whether NLL is that after temperature
+    after = mistakes >= FEWEST and not learnt  # whether NLL is that after temperature
     tried = {width: float(losses[f"width-{width:g}"][NET, after].mean()) for width in adoption.widths}
     width = min(tried, key=lambda one: tried[one])
     chosen = {who: run for who, run in runs.items() if not who.startswith("width-")}
@@ -326,16 +359,18 @@ def _adopted(
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
     for which in smaller:
         further = {**how, "resume": resume and (adoption.folder / which).exists(), "reporter": reporter}
-        chosen[which] = adoption.smaller(which, chosen["bayesian"], epochs, further)
+        chosen[which] = adoption.make_smaller(which, chosen["bayesian"], further)
         losses[which] = _losses(chosen[which], adoption.data, device)
     for who, one in compare.items():
         chosen[who], losses[who] = one, _losses(one, adoption.data, device)
     bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
     judged = {}
     for who, one in chosen.items():
+        if resume and who not in compare and _uncalibrated(one):  # it was shipped so
+            calibrate(one, adoption.data, device=device)
         judged[who] = evaluate(
-            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, device=device,
-            root=how.get("root"),
+            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
+            device=device, root=how.get("root"),
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])
@@ -349,6 +384,7 @@ def _adopted(
         "new_head": adoption.new_head,
         "validation_images": len(adoption.data.validation or ()),
         "validation_mistakes": mistakes,
+        "validation_learnt": bool(learnt),
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
         "width": width,
         "corrupted": None if bad is None else str(bad),
@@ -356,17 +392,24 @@ def _adopted(
         "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
     }
     candidates = [row for row in rows if row["run"] not in compare and (after or row["temperature"] is None)]
-    record["ship"], record["verdict"] = _verdict(candidates)
+    record["ship"], record["verdict"] = _verdict(candidates[:1] if learnt else candidates)
     told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
-    record["verdict"] += f". Widths by validation NLL: {told}."
-    if len(tried) > 1 and width == max(tried):
-        record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
-    if not after:
-        record["verdict"] += (
-            f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too few "
-            "to choose a temperature by."
-        )
+    if learnt:
+        record["verdict"] = f"Ship plain, as it is: nothing can be chosen, since {learnt}"
+    else:
+        record["verdict"] += f". Widths by validation NLL: {told}."
+        if len(tried) > 1 and width == max(tried):
+            record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
+        if not after:
+            record["verdict"] += (
+                f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too "
+                "few to choose a temperature by."
+            )
+    if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
+        _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
     write_record(adoption.folder / ADOPTED, record)
+    heading = f"What adopting makes of {Path(record['network']).name}"
+    write_page(adoption.folder / "report.html", by_run(judged), heading, [adoption_table(record)], [record["verdict"]])
     return Adopted(adoption.folder, chosen, record, judged)
 
 
@@ -376,9 +419,16 @@ def default_adopted(network: Network) -> Path:
     return Path("runs") / f"adopted-{name}"
 
 
-def plan_rows(adoption: Adoption, how: How, resume: bool) -> list[dict[str, Any]]:
-    """Check an adoption, and return what would be trained; see `peerbayes.runs.executor.dry_run`."""
-    return dry_run(adoption.plan(), how, resume=resume)
+def plan_rows(adoption: Adoption, how: How, resume: bool, smaller: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Check an adoption, and return what would be trained; see `peerbayes.runs.executor.dry_run`.
+
+    Args:
+        adoption: that is planned.
+        how: see `How`.
+        resume: whether folders may hold interrupted runs.
+        smaller: what else is made of the Bayesian network: ``distilled``, ``compressed``.
+    """
+    return dry_run(adoption.plan(smaller), how, resume=resume)
 
 
 def _validation_told(data: Dataset) -> str:
@@ -414,11 +464,35 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
     return found
 
 
-def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
-    split = data.validation
-    assert split is not None
+def _hits(run: Run, split: Split, device: torch.device) -> Tensor:
+    """Return which inputs of a split the network is right about."""
     assert split.labels is not None
-    return int((run.predict_split(NET, split, 1, device)[0].argmax(1) != split.labels).sum())
+    hits: Tensor = run.predict_split(NET, split, 1, device)[0].argmax(1) == split.labels
+    return hits
+
+
+def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
+    assert data.validation is not None
+    return int((~_hits(run, data.validation, device)).sum())
+
+
+def _learnt(run: Run, data: Dataset, device: torch.device) -> str:
+    """Return how it shows that the network has learnt the validation split, if it does, as the end of a sentence."""
+    assert data.validation is not None
+    held, test = _hits(run, data.validation, device), _hits(run, data.test, device)
+    return learnt_by(held.double().mean().item(), len(held), test.double().mean().item(), len(test))
+
+
+def _uncalibrated(run: Run) -> bool:
+    return run.temperature == 1 or any(run[name].temperature == 1 for name in run)
+
+
+def _without_temperature(run: Run, peer: str) -> None:
+    """Let what is shipped predict as it was chosen: at temperature 1."""
+    if peer != ENSEMBLE:
+        keep_temperature(run[peer], 1.0, run.weights_file(peer))
+    if peer == ENSEMBLE or len(run) == 1:
+        keep_together(run, 1.0)
 
 
 TITLES = {"plain": "plain", "extra": "plain, trained on", "bayesian": "Bayesian", "peers": "peer",
@@ -491,7 +565,16 @@ def _passes(row: Record) -> str:
     return "1 pass" if row["passes"] == 1 else f"{row['passes']} passes"
 
 
-def adoption_table(record: Record) -> str:
+def by_run(evaluations: Mapping[str, Record]) -> list[Record]:
+    """Return the records of an adoption as those of methods, which are called as its runs are."""
+    found = []
+    for who, one in evaluations.items():  # settings differ where another width was chosen
+        own = {key: value for key, value in one.items() if not key.startswith("settings")}
+        found.append({**own, "method": who, "recipe": who})
+    return found
+
+
+def adoption_table(record: Record) -> list[list[str]]:
     """Return the rows as a table: the test split, the most certain images, others by entropy, corrupted ones, costs."""
     bad = record["corrupted"] is not None
     outside = any(row["auroc"] is not None for row in record["rows"])
@@ -504,7 +587,7 @@ def adoption_table(record: Record) -> str:
         cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []
         lines.append([*cells, str(row["passes"]), f"{row['bytes'] / 1e3:,.0f}"])
-    return "\n".join(aligned(lines, left=1))
+    return lines
 
 
 def _figures(judged: Mapping[str, Any]) -> list[str]:

@@ -13,10 +13,9 @@ import torch
 from peerbayes.api.fitting import train
 from peerbayes.data.dataset import Dataset, from_arrays, load
 from peerbayes.metrics.spread import PairedDifference, paired_difference
-from peerbayes.posteriors.storage import write_bytes
-from peerbayes.reports.page import report_page
+from peerbayes.reports.evaluating import write_record
+from peerbayes.reports.page import write_page
 from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.records import write_record
 from peerbayes.reports.tables import cell
 from peerbayes.runs.run import Run
 from peerbayes.showing import aligned
@@ -37,7 +36,7 @@ WAYS = {  # rows of the table, by their names in the rows of an adoption
     f"{PAIR} + temperature": f"{PAIR} + temperature",
 }
 Figure = Callable[[Record], float | None]
-FIGURES: Mapping[str, tuple[Figure, float]] = {
+COLUMNS: Mapping[str, tuple[Figure, float]] = {
     "ACC": (lambda row: row["accuracy"], 100),
     "NLL": (lambda row: row["nll"], 1),
     "ECE": (lambda row: row["ece"], 1),
@@ -80,10 +79,9 @@ def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     records = [done[seed][0] for seed in seeds]
     write_record(out / "records.json", records)
     evaluations = [done[seed][1][place] for place in range(len(done[seeds[0]][1])) for seed in seeds]
-    heading = f"What `adopt` makes of a plain network, on {TRAIN} digits"
+    heading = f"What adopting makes of a plain network, on {TRAIN} digits"
     first = [table(records), differences(records)]
-    page = report_page(evaluations, heading, {}, summaries=first, findings=findings(records))
-    write_bytes(out / "report.html", page.encode())
+    write_page(out / "report.html", evaluations, heading, summaries=first, findings=findings(records))
     return records
 
 
@@ -92,7 +90,7 @@ def _one_thread() -> None:
 
 
 def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
-    from peerbayes.adopting import adopt
+    from peerbayes.adopting import adopt, by_run
 
     data, place = few_digits(), out / f"seed{seed}"
 
@@ -107,11 +105,7 @@ def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
         extra_epochs=True, compare={PAIR: pair}, seed=seed, resume=True, device="cpu",
         overrides=[f"evaluation.out_of_distribution=['{OUTSIDE}']"], reporter=Reporter(),
     )  # fmt: skip
-    evaluations = []
-    for who, one in adopted.evaluations.items():  # settings differ where another width was chosen
-        own = {key: value for key, value in one.items() if not key.startswith("settings")}
-        evaluations.append({**own, "method": who, "recipe": who})
-    return adopted.record, evaluations
+    return adopted.record, by_run(adopted.evaluations)
 
 
 def _row(record: Record, way: str) -> Record:
@@ -123,15 +117,15 @@ def _row(record: Record, way: str) -> Record:
 
 
 def _values(records: Sequence[Record], way: str, heading: str) -> dict[int, float]:
-    figure, scale = FIGURES[heading]
+    figure, scale = COLUMNS[heading]
     return {record["seed"]: scale * (figure(_row(record, way)) or 0.0) for record in records}
 
 
 def table(records: Sequence[Record]) -> list[list[str]]:
     """Return a row a way to predict, mean ± standard error over the seeds, below a row of heads."""
-    lines = [["", *FIGURES, "passes"]]
+    lines = [["", *COLUMNS, "passes"]]
     for way in WAYS:
-        cells = [cell([*_values(records, way, heading).values()], scale) for heading, (_, scale) in FIGURES.items()]
+        cells = [cell([*_values(records, way, heading).values()], scale) for heading, (_, scale) in COLUMNS.items()]
         passes = sorted({_row(record, way)["passes"] for record in records})
         lines.append([way, *cells, " to ".join(map(str, dict.fromkeys((passes[0], passes[-1]))))])
     return lines
@@ -142,7 +136,7 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
     lines = [[f"minus {TEMPERED}, paired", *COMPARED]]
     for way in list(WAYS)[2:]:
         found = (_difference(records, way, heading) for heading in COMPARED)
-        lines.append([way, *(one.describe("").split(" (")[0] + " " + " *"[one.distinguishable] for one in found)])
+        lines.append([way, *(one.value + " " + " *"[one.distinguishable] for one in found)])
     return lines
 
 

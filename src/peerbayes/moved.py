@@ -15,7 +15,7 @@ _ROOMS = {
         "api.compressing": "compress compression",
         "api.distilling": "distill recipe_into save_networks",
         "engine.processes": "joined restarted",
-        "runs.executor": "Loaded check_jobs dry_run execute train_jobs",
+        "runs.executor": "check_jobs dry_run execute train_jobs",
         "engine.devices": "environment",
         "runs.how": "How",
         "recipes.recipe_data": "load_data",
@@ -33,7 +33,7 @@ _ROOMS = {
         "papers.pipeline": "pipeline_table",
         "reports.predictions": "predict_inputs prediction_table",
         "reports.record": "Record",
-        "reports.records": "evaluate find_runs write_record",
+        "reports.evaluating": "evaluate find_runs write_record",
         "reports.page": "report_page write_report",
         "reports.file_sizes": "size_table sizes",
         "studies.sweep_report": "sweep_table write_sweep_figure",
@@ -75,11 +75,11 @@ class _Moved(ModuleType):
         if name.startswith("__") or (name not in self._homes and "*" not in self._homes):
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
         home = self._homes.get(name) or self._homes["*"]
-        found = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(home), name)
         public = getattr(sys.modules["peerbayes"], "_HOMES", {})
         now = f"peerbayes.{name}" if name in public else f"{home}.{name}"
         warnings.warn(f"{self.__name__}.{name} is now {now}", DeprecationWarning, stacklevel=2)
-        return found
+        return value
 
     def __dir__(self) -> list[str]:
         return sorted(self._homes)

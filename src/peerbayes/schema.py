@@ -79,9 +79,9 @@ def fields_of(made: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """
     hints = get_type_hints(made, include_extras=True)
     return {
-        name: (hints.get(name, type(one.default)), ... if one.default is one.empty else one.default)
-        for name, one in inspect.signature(made).parameters.items()
-        if name != "self" and one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+        name: (hints.get(name, type(argument.default)), ... if argument.default is argument.empty else argument.default)
+        for name, argument in inspect.signature(made).parameters.items()
+        if name != "self" and argument.kind in (argument.KEYWORD_ONLY, argument.POSITIONAL_OR_KEYWORD)
     }
 
 
@@ -92,8 +92,8 @@ def fault(sentence: str, key: str) -> PydanticCustomError:
         sentence: what is wrong.
         key: whose value is at fault.
     """
-    one = {"type": "value_error", "loc": (key,), "msg": sentence, "input": None}
-    return PydanticCustomError("nested", "{message}", {"message": sentence, "fault": one})
+    details = {"type": "value_error", "loc": (key,), "msg": sentence, "input": None}
+    return PydanticCustomError("nested", "{message}", {"message": sentence, "fault": details})
 
 
 def nested(error: ValidationError, location: str | None, given: Any) -> PydanticCustomError:

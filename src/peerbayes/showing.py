@@ -9,7 +9,12 @@ from pathlib import Path
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return rows of cells as lines of text with columns, the first ``left`` of them flush left."""
+    """Return rows of cells as lines of text with columns, the first ``left`` of them flush left.
+
+    Args:
+        lines: cells, of one number a row.
+        left: number of columns that are flush left.
+    """
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [
         "  ".join(
@@ -21,7 +26,12 @@ def aligned(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def html_table(lines: Iterable[Sequence[str]], left: int) -> str:
-    """Return rows of cells as an HTML table, the first of them its head; whatever they hold is shown as text."""
+    """Return rows of cells as an HTML table, the first of them its head; whatever they hold is shown as text.
+
+    Args:
+        lines: cells, of one number a row.
+        left: number of columns that are flush left.
+    """
     head, *rows = lines
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -37,7 +47,12 @@ def html_table(lines: Iterable[Sequence[str]], left: int) -> str:
 
 
 def html_facts(title: str, facts: Mapping[str, object]) -> str:
-    """Return a title and facts by name as HTML; whatever they hold is shown as text."""
+    """Return a title and facts by name as HTML; whatever they hold is shown as text.
+
+    Args:
+        title: above them.
+        facts: by name.
+    """
     rows = "".join(
         f'<tr><th style="text-align: left">{html.escape(name)}</th>'
         f'<td style="text-align: left">{html.escape(str(fact))}</td></tr>'

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -433,10 +434,10 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
     assert len({figures["nll"] for figures in ways.values()}) == 4
     text = text_table([record], calibrated=True)
     for way in ways:
-        assert f"members as one network, averaged by {way}:" in text
+        assert f"in one pass ({way}):" in text
     assert contents(student.folder) == before
     told = refused(capsys, "evaluate", teachers.folder, "--averaged", "--device", "cpu")
-    assert told == f"--averaged: no peer of {teachers.folder} has rank-one members to average"
+    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: they are plain networks"
 
 
 def test_a_recipe_is_a_teacher_that_is_trained_first_wherever_it_stands(runs, tmp_path):
@@ -625,6 +626,27 @@ def test_the_file_of_a_network_is_loaded_strictly_by_a_network_of_its_name(name,
     images = torch.randint(50, (3, 20)) if name == "fasttext" else torch.rand(3, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(found.eval()(images), student.materialise()(images))
+
+
+def test_the_guide_loads_the_file_of_a_network_of_timm_into_timms_own(tmp_path, monkeypatch):
+    pytest.importorskip("timm")
+    inputs = networks.Inputs(5, (3, 64, 64), (0.4, 0.5, 0.6), (0.2,) * 3)
+    student = pb.Point(networks.build("timm/test_resnet", inputs))
+
+    class OneRun(dict):
+        folder = tmp_path / "runs" / "mine"
+        recipe = SimpleNamespace(peer=lambda _: SimpleNamespace(name="student", network="timm/test_resnet"))
+
+    OneRun.folder.mkdir(parents=True)
+    save_networks(OneRun(student=student))
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "distill.md").read_text()
+    (code,) = re.findall(r"```python\n(import timm.*?)```", guide, re.DOTALL)
+    code = code.replace('"resnet18", num_classes=10', '"test_resnet", num_classes=5')
+    space = {"images": torch.rand(3, 3, 64, 64)}
+    monkeypatch.chdir(tmp_path)
+    with torch.no_grad():
+        exec(code, space)
+        torch.testing.assert_close(space["logits"], student.materialise().eval()(space["images"]))
 
 
 @pytest.mark.parametrize("classes", [5, 2, 1])

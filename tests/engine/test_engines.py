@@ -25,7 +25,7 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peer
 from peerbayes.training.learner import Learner
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import Reporter
 
 CHANGES = [

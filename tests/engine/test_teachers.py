@@ -16,7 +16,7 @@ from peerbayes.math.noise import Address, permutation
 from peerbayes.posteriors import MeanField, Point, RankOne
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.training.learner import Learner
-from peerbayes.training.validation import Looks
+from peerbayes.training.validation import EpochEvaluator
 
 SHAPE, CLASSES = (1, 6, 6), 3
 SIZE = math.sqrt(math.prod(SHAPE)) / 255
@@ -90,7 +90,7 @@ def learner(perturb=None, teachers=None, student=None, seed=0, draws=1, **option
 
 def moved(perturb, x, number=0, **options):
     options.setdefault("teachers", points())
-    return learner(perturb, **options).cohort.consult(x, number)[0]
+    return learner(perturb, **options).cohort.perturb_and_teach(x, number)[0]
 
 
 def plain(posterior, number=None):
@@ -110,7 +110,7 @@ def test_a_point_teaches_what_its_network_says_in_evaluation_mode():
     given, x = points(3), images()
     for posterior in given:
         posterior.train()
-    found = learner(teachers=given).cohort.consult(x, 4)[1]
+    found = learner(teachers=given).cohort.perturb_and_teach(x, 4)[1]
     assert found.shape == (3, 5, CLASSES)
     assert not found.requires_grad
     for own, posterior in zip(found, given):
@@ -119,7 +119,7 @@ def test_a_point_teaches_what_its_network_says_in_evaluation_mode():
 
 def test_teachers_see_the_perturbed_images():
     given, x = points(3), images()
-    seen, found = learner("tdiv", given).cohort.consult(x, 4)
+    seen, found = learner("tdiv", given).cohort.perturb_and_teach(x, 4)
     torch.testing.assert_close(found[1], plain(given[1])(seen.double()).float(), rtol=1e-4, atol=1e-5)
     assert (plain(given[1])(x.double()).float() - found[1]).abs().max() > 1e-3
 
@@ -127,18 +127,18 @@ def test_teachers_see_the_perturbed_images():
 def test_bayesian_teachers_draw_anew_in_every_step_and_the_same_in_the_same_step():
     given = [MeanField(network(0), rho=-2.0), MeanField(network(0), rho=-2.0), Point(network(0))]
     cohort, x = learner(teachers=given, draws=2).cohort, images()
-    found = {number: cohort.consult(x, number)[1] for number in (0, 1, 2, 7)}
+    found = {number: cohort.perturb_and_teach(x, number)[1] for number in (0, 1, 2, 7)}
     assert found[0].shape == (5, 5, CLASSES)
     again = learner(teachers=given, draws=2).cohort
     draws = []
     for number, logits in found.items():
-        assert torch.equal(again.consult(x, number)[1], logits)
-        assert torch.equal(again.consult(x, torch.tensor(number))[1], logits)
+        assert torch.equal(again.perturb_and_teach(x, number)[1], logits)
+        assert torch.equal(again.perturb_and_teach(x, torch.tensor(number))[1], logits)
         assert torch.equal(logits[4], found[0][4])
         draws += logits[:4]
     # No two draws are alike, neither of one posterior, nor of two that are equal, nor at any two steps.
     assert min((one - two).abs().max() for one, two in itertools.combinations(draws, 2)) > 1e-3
-    assert not torch.equal(learner(teachers=given, draws=2, seed=1).cohort.consult(x, 0)[1][:4], found[0][:4])
+    assert not torch.equal(learner(teachers=given, draws=2, seed=1).cohort.perturb_and_teach(x, 0)[1][:4], found[0][:4])
 
 
 def test_draws_of_a_bayesian_teacher_have_its_mean_and_variance():
@@ -146,7 +146,7 @@ def test_draws_of_a_bayesian_teacher_have_its_mean_and_variance():
     posterior = MeanField(nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES, bias=False)), rho=-1.0)
     student = Point(nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)))
     cohort, x = learner(teachers=[posterior], student=student, draws=4).cohort, images(1)
-    found = torch.cat([cohort.consult(x, number)[1][:, 0] for number in range(250)])
+    found = torch.cat([cohort.perturb_and_teach(x, number)[1][:, 0] for number in range(250)])
     mean = x.flatten() @ posterior.mean.detach().view(CLASSES, 36).T
     std = math.log1p(math.exp(-1.0)) * float(x.norm())
     assert (found.mean(0) - mean).abs().max() < 4 * std / math.sqrt(1000)
@@ -156,11 +156,11 @@ def test_draws_of_a_bayesian_teacher_have_its_mean_and_variance():
 def test_a_rank_one_teacher_gives_its_members_in_turn_or_their_average():
     x, posterior = images(), members()
     cohort = learner(teachers=[posterior]).cohort
-    found = torch.stack([cohort.consult(x, number)[1][0] for number in range(3)])
+    found = torch.stack([cohort.perturb_and_teach(x, number)[1][0] for number in range(3)])
     expected = torch.stack([plain(posterior, number)(x.double()).float() for number in range(3)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     averaged = members(predicts="average")
-    found = learner(teachers=[averaged], draws=3).cohort.consult(x, 0)[1]
+    found = learner(teachers=[averaged], draws=3).cohort.perturb_and_teach(x, 0)[1]
     torch.testing.assert_close(found, plain(averaged)(x.double()).float()[None], rtol=1e-4, atol=1e-5)
 
 
@@ -331,7 +331,7 @@ def test_tdiv_goes_to_where_a_random_teacher_differs_from_another():
     directions = {(i, j): apart(x, nets[i], nets[j]) for i, j in pairs}
     cohort, seen = learner("tdiv", given).cohort, []
     for number in range(24):
-        found = cohort.consult(x, number)[0]
+        found = cohort.perturb_and_teach(x, number)[0]
         seen += [ij for ij in pairs if close(found, x, directions[ij])]
         assert len(seen) == number + 1  # one pair in a batch, and of different teachers
     assert set(seen) == set(pairs)
@@ -345,7 +345,7 @@ def test_tdiv_sdiv_takes_the_same_pair_of_teachers_and_students():
     of_students = {(i, j): apart(x, students[i], students[j]) for i, j in pairs}
     cohort, other, seen = learner("tdiv_sdiv", given, student).cohort, learner("tdiv", given).cohort, set()
     for number in range(8):
-        found = cohort.consult(x, number)[0]
+        found = cohort.perturb_and_teach(x, number)[0]
         (match,) = [
             (one, two)
             for one, two in itertools.product(pairs, pairs)
@@ -353,7 +353,7 @@ def test_tdiv_sdiv_takes_the_same_pair_of_teachers_and_students():
         ]
         assert match[0] == match[1]
         seen.add(match)
-        (alone,) = [one for one in pairs if close(other.consult(x, number)[0], x, of_teachers[one])]
+        (alone,) = [one for one in pairs if close(other.perturb_and_teach(x, number)[0], x, of_teachers[one])]
         assert alone == match[0]  # and tdiv picks the same
     assert len(seen) > 2
 
@@ -376,12 +376,12 @@ def test_tdiv_sdiv_follows_the_student():
         return apart(x, nets[i], nets[j]) - apart(x, plain(student, i), plain(student, j))
 
     before = direction()
-    assert close(cohort.consult(x, 0)[0], x, before)
+    assert close(cohort.perturb_and_teach(x, 0)[0], x, before)
     with torch.no_grad():
         student.deviations.mul_(1.5)
         student.network.bn.running_mean.add_(0.1)
-    assert close(cohort.consult(x, 0)[0], x, direction())
-    assert not close(cohort.consult(x, 0)[0], x, before)
+    assert close(cohort.perturb_and_teach(x, 0)[0], x, direction())
+    assert not close(cohort.perturb_and_teach(x, 0)[0], x, before)
 
 
 def test_bald_goes_to_where_all_teachers_disagree():
@@ -406,7 +406,7 @@ def test_ods_goes_along_a_random_mix_of_one_teachers_probabilities(temperature):
         softened = [lambda inputs, net=net: (net(inputs) / temperature).softmax(-1) for net in nets]
         directions = [gradient(lambda inputs, p=p, mix=mix: (mix * p(inputs)).sum(), x) for p in softened]
         confidence = [p(x.double()).amax(-1, keepdim=True) for p in softened]
-        one, two = (cohort.consult(x, number)[0] for cohort in cohorts.values())
+        one, two = (cohort.perturb_and_teach(x, number)[0] for cohort in cohorts.values())
         (teacher,) = [m for m in range(3) if close(one, x, directions[m])]
         assert close(two, x, directions[teacher], confidence[teacher])
         assert not close(two, x, directions[teacher])
@@ -437,7 +437,7 @@ def test_gaussian_steps_are_standard_normal_in_grey_levels_and_need_no_teachers(
 def test_the_same_step_moves_the_images_the_same_and_others_do_not(kind):
     x, given = images(), points()
     cohort = learner(kind, given).cohort
-    found = [cohort.consult(x, number)[0] for number in range(8)]
+    found = [cohort.perturb_and_teach(x, number)[0] for number in range(8)]
     assert torch.equal(moved(kind, x, 3, teachers=given), found[3])
     assert torch.equal(moved(kind, x, torch.tensor(3), teachers=given), found[3])
     if kind == "bald":  # has nothing random
@@ -451,9 +451,9 @@ def test_the_same_step_moves_the_images_the_same_and_others_do_not(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_of_the_batch_moves_as_it_does_in_the_whole(kind):
     x, cohort = images(6), learner(kind, points()).cohort
-    whole = cohort.consult(x, 2)[0]
+    whole = cohort.perturb_and_teach(x, 2)[0]
     for part in (slice(0, 2), slice(2, 6)):
-        found = cohort.consult(x[part], 2, part.start)[0]
+        found = cohort.perturb_and_teach(x[part], 2, part.start)[0]
         torch.testing.assert_close(found, whole[part], rtol=0, atol=1e-5)
 
 
@@ -466,7 +466,7 @@ def test_nobody_is_changed_by_a_perturbation(kind):
     before = [state(posterior) for posterior in everybody]
     flags = [module.training for posterior in everybody for module in posterior.modules()]
     rng, x = torch.get_rng_state(), images()
-    found, _ = cohort.consult(x, 1)
+    found, _ = cohort.perturb_and_teach(x, 1)
     assert not found.requires_grad
     assert torch.equal(x, images())
     assert torch.equal(torch.get_rng_state(), rng)
@@ -494,7 +494,7 @@ def test_the_effect_of_a_step_is_how_far_apart_all_are_before_and_after_it(kind)
     before = state(student)
     for number in (0, 3):
         found = cohort.perturb.effect(x, number, student, None)
-        after = cohort.consult(x, number)[0]
+        after = cohort.perturb_and_teach(x, number)[0]
         expected = {f"{who}_before": pairs_apart(own, x) for who, own in nets.items()}
         expected |= {f"{who}_after": pairs_apart(own, after) for who, own in nets.items()}
         assert found == pytest.approx(expected, rel=1e-4)
@@ -504,7 +504,7 @@ def test_the_effect_of_a_step_is_how_far_apart_all_are_before_and_after_it(kind)
 def test_the_effect_is_a_mean_over_pairs_which_parts_of_the_images_have_each():
     given, student, x = points(), members(), images(80)
     cohort = learner("tdiv_sdiv", given, student).cohort
-    after = torch.cat([cohort.consult(part, 3 + place)[0] for place, part in enumerate(x.split(32))])
+    after = torch.cat([cohort.perturb_and_teach(part, 3 + place)[0] for place, part in enumerate(x.split(32))])
     found = cohort.perturb.effect(x, 3, student, None)
     assert found["teachers_after"] == pytest.approx(pairs_apart([plain(own) for own in given], after), rel=1e-4)
     assert len({tuple(pair(Address(0, "data", "perturb", number), 3).tolist()) for number in (3, 4, 5)}) > 1
@@ -550,7 +550,7 @@ def test_what_a_step_does_is_noted_at_the_end_of_every_epoch_and_changes_nothing
     )
     last = one.cohort.perturb.effect(x, one.position.step, one.peers["student"], None)
     assert lines[-1]["notes"] == pytest.approx({f"perturb.{key}": value for key, value in last.items()})
-    monkeypatch.setattr(Looks, "perturbed", lambda *_: {})
+    monkeypatch.setattr(EpochEvaluator, "perturbed", lambda *_: {})
     bare, same_as, _ = trained()
     assert [line | {"notes": {}} for line in lines] == bare
     assert all(torch.equal(tensor, same_as[name]) for name, tensor in after.items())

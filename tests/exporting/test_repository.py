@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 from exported import BLOCKED, code_of, conv_net, differs, ran, without
+from PIL import Image
 
 import peerbayes as pb
 from commands import QUIET, called, contents, refused, save_npz, write_small
+from peerbayes.data.splits import FolderSplit
+from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.errors import InputError
-from peerbayes.exporting.card import model_card
+from peerbayes.exporting.card import _onnx_lines, _promised_lines, model_card
 from peerbayes.exporting.checking import inputs_like
+from peerbayes.posteriors import Certificate, Posterior
+from peerbayes.posteriors.kinds import KINDS
 from peerbayes.recipes.recipe import load_recipe, without_folders
 from peerbayes.runs.hub import is_hub_name
 from peerbayes.runs.run import Run
@@ -83,26 +88,73 @@ def test_one_peer_of_several_has_its_own_temperature(folder):
 
 
 def _picture(folder):
-    from PIL import Image
-
     Image.fromarray(np.zeros((9, 9), np.uint8)).save(folder / "picture.png")
     return folder / "picture.png"
 
 
 def test_the_card_runs_in_a_process_without_peerbayes_and_torch(plain, both):
     for made in (plain, both):
-        images = inputs_like((1, 8, 8), 0, 4)
-        code = code_of(made).replace("np.random.rand(4, 1, 8, 8).astype(np.float32)", "np.load('images.npy')")
-        assert "np.load" in code
-        np.save(made / "images.npy", images.numpy())
+        images = [made / "photo.png", made / "another.jpg"]  # which the card names
+        for number, path in enumerate(images):
+            colours = np.random.default_rng(number).integers(0, 256, (8 + 5 * number, 11, 3), dtype=np.uint8)
+            Image.fromarray(colours).save(path)
+        code = code_of(made)
         check = "\nassert not {'torch', 'peerbayes'} & set(sys.modules)"
         saved = "\nnp.savez('out.npz', probabilities=probabilities, entropy=entropy, disagreement=disagreement)"
         without(("torch", "peerbayes"), f"import sys\n{code}{saved}{check}", made)
         found = np.load(made / "out.npz")
+        for path in images:
+            shutil.copy(path, made.parent / path.name)
+            path.unlink()
         run = pb.load(made)
-        wanted = run.predict(images, device="cpu")
+        wanted = run.predict([made.parent / path.name for path in images], device="cpu")
         outputs = [torch.from_numpy(found[name]) for name in ("probabilities", "entropy", "disagreement")]
         assert differs(outputs, wanted) < 2e-6
+
+
+@pytest.mark.parametrize(("channels", "size", "margin"), [(3, 8, 1.0), (3, 10, 256 / 224), (1, 8, 1.0), (1, 9, 1.3)])
+def test_the_card_reads_files_as_peerbayes_does(tmp_path, channels, size, margin):
+    about = {"input": "images", "input_shape": [channels, size, size], "preprocessing": {"margin": margin}}
+    about |= {"noise": "none", "class_names": None}
+    code = "\n".join(_onnx_lines(about, None))
+    code = code[code.index("def read") : code.index("feeds = ")]
+    space = {"np": np, "Image": Image}
+    exec(code, space)
+    modes = {"colour": (17, 9, 3), "tall": (9, 30, 3), "small": (5, 5, 3), "grey": (12, 11), "square": (size, size, 3)}
+    files = []
+    for number, (name, shape) in enumerate(modes.items()):
+        picture = Image.fromarray(np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8))
+        for end, made in (("", picture), ("-palette", picture.convert("RGB").quantize(7))):
+            files.append(str(tmp_path / f"{name}{end}.png"))
+            made.save(files[-1])
+    split = FolderSplit(files, None, size, margin)
+    split = Recoloured(split, 1) if channels == 1 else split
+    wanted = split.batch(torch.arange(len(files)), torch.device("cpu"))[0].float() / 255
+    found = np.stack([space["read"](file) for file in files])
+    assert found.dtype == np.float32
+    assert np.abs(found - wanted.numpy()).max() < 1e-6
+
+
+@pytest.mark.parametrize("method", ["lac", "aps", "raps"])
+@pytest.mark.parametrize("by_class", [False, True])
+def test_the_card_keeps_the_certificate(method, by_class, capsys):
+    p = np.random.default_rng(0).dirichlet([0.4] * 4, 200)
+    many = 4 if by_class else 1
+    sets = {"level": 0.9, "method": method, "thresholds": [0.6, 0.7, 0.5, 0.8][:many], "images": [50] * many}
+    sets |= {"penalty": 0.05, "rank": 2} if method == "raps" else {}
+    risk = {"level": 0.1, "delta": 0.1, "thresholds": [0.55, 0.6, 0.7, 0.5][:many]}
+    risk |= {"images": [50] * many, "answered": [40] * many, "errors": [1] * many}
+    told = {"data": "d", "images": 50, "fitted": 10, "seed": 0, "draws": 1, "temperature": 1.0, "classes": 4}
+    certificate = Certificate(**told, coverage=sets, risk=risk)
+    about = {"certificate": certificate.model_dump(exclude_none=True), "class_names": ["a", "b", "c", "d"]}
+    space = {"np": np, "probabilities": p, "about": about}
+    exec("\n".join(_promised_lines(about)), space)
+    log_p = torch.from_numpy(p).log()
+    assert np.array_equal(~space["answered"], certificate.abstain(log_p).numpy())
+    assert np.array_equal(space["members"], certificate.sets(log_p).numpy())
+    assert 0 < space["answered"].sum() < 200
+    first = ", ".join(f"'{name}'" for name, has in zip("abcd", space["members"][0], strict=True) if has)
+    assert f"[[{first}]" in capsys.readouterr().out
 
 
 def test_what_is_blocked_is_blocked(tmp_path):
@@ -193,11 +245,46 @@ def test_the_cards_figures_are_those_of_the_records(folder, both):
 
 def test_a_certificate_and_names_have_their_place_in_the_card(folder, plain):
     about = json.loads((plain / "config.json").read_text())
-    about |= {"certificate": {"coverage": 0.9, "images": 200}, "class_names": ["a|b", "<script>", "c\n# d"]}
+    sets = {"level": 0.9, "method": "lac", "thresholds": [0.6], "images": [150]}
+    told = {"data": "a|b", "images": 150, "fitted": 50, "seed": 0, "draws": 1, "temperature": 1.0, "classes": 3}
+    about |= {"certificate": {**told, "coverage": sets}, "class_names": ["a|b", "<script>", "c\n# d"]}
     text = model_card(plain, about, Run(folder / "plain"))
-    assert "## Certificate" in text
-    assert "| coverage | 0.9 |" in text
+    assert (
+        "## Certificate\n\n- LAC sets hold the true class with probability 0.9 (150 images; scores up to 0.6)" in text
+    )
+    assert "Shown on 150 inputs of a\\|b; 50 others fitted the temperature (seed 0)." in text
+    assert 'run.predict("photos/", coverage=0.9).to_csv' in text
     assert "a\\|b, \\<script\\>, c # d" in text
+
+
+def test_the_export_of_an_adoption_lies_beside_it(folder, tmp_path):
+    shutil.copytree(folder / "plain", tmp_path / "adopted" / "width-0.1")
+    record = {"ship": {"run": "bayesian", "peer": "net"}, "folders": {"bayesian": "width-0.1"}}
+    (tmp_path / "adopted" / "adopted.json").write_text(json.dumps(record))
+    assert pb.export(tmp_path / "adopted", to="hub").folder == tmp_path / "adopted-hub"
+    assert pb.export(tmp_path / "adopted" / "width-0.1", to="hub").folder == tmp_path / "adopted" / "width-0.1-hub"
+
+
+def test_a_card_of_few_bayesian_weights_says_how_many(tmp_path):
+    with (tmp_path / "texts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([[1 + n % 2, f"{('good', 'bad')[n % 2]} word {n}"] for n in range(40)])
+    recipe = TEXTS.replace("DATA", str(tmp_path / "texts.csv")).replace("TEXT", '{ tokens = "words" }')
+    (tmp_path / "texts.toml").write_text(recipe.replace('kind = "point"', 'kind = "mean_field"'))
+    called("train", tmp_path / "texts.toml", "--run", tmp_path / "run", *QUIET)
+    called("export", tmp_path / "run", "--to", "hub", "--out", tmp_path / "made")
+    posterior = pb.load(tmp_path / "run")["only"]
+    count = f"{posterior.layout.size:,} of {posterior.layout.size + posterior.rest_layout.size:,} weights"
+    text = (tmp_path / "made" / "README.md").read_text()
+    assert f"`only`: a Gaussian over {count}" in text
+    assert 'run.predict(["a text", "another one"])' in text
+    assert "Images have" not in text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "shared"])
+def test_a_card_says_in_words_what_weights_are(kind, tmp_path, plain):
+    about = json.loads((plain / "config.json").read_text()) | {"posteriors": [kind]}
+    assert f": {Posterior.of_kind(kind).in_words}." in model_card(tmp_path, about, None)
+    assert len(Posterior.of_kind(kind).in_words) > len(kind)
 
 
 def test_no_place_of_this_machine_is_told(folder, plain, both):

@@ -239,6 +239,16 @@ def test_recipes_keep_their_choice_and_their_scales():
         MeanField.recipe_options()(kind="mean_field", gain=0.1, width=0.1)
 
 
+def test_who_asks_for_linear_layers_by_name_is_not_warned_of_few():
+    asked = MeanField.recipe_options()(kind="mean_field", bayesian="linear").arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = MeanField(Texts(), **asked)
+    with pytest.warns(PeerbayesWarning, match=r"669 of 7,366 .* \(in recipes peers\.\*\.posterior\.bayesian\)"):
+        default = MeanField(Texts(), bayesian=conv_and_linear)
+    assert found.layout.shapes == default.layout.shapes
+
+
 @pytest.mark.filterwarnings("ignore:Texts. 669 of 7,366 trainable weights are Bayesian")
 def test_files_of_the_choice_before_are_read(tmp_path):
     old = MeanField(Texts(), bayesian=conv_and_linear, rho=-3.0)

@@ -20,7 +20,8 @@ from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform_from
 from peerbayes.posteriors import Laplace, MCDropout, Point, Posterior, Swag
 from peerbayes.posteriors.laplace import best_precision
-from peerbayes.reports.records import evaluate
+from peerbayes.posteriors.mc_dropout import _masked
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.run import Run
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)
@@ -396,6 +397,11 @@ def test_a_recipe_names_it_and_a_resumed_run_is_the_same(kind, tmp_path):
 def test_it_says_what_it_started_from_as_a_point_does(kind):
     source = Point(trained()[0])
     assert KINDS[kind](small(), start_from=source).provenance == Point(small(), start_from=source).provenance
+
+
+def test_keys_of_masks_lie_where_the_network_lies():
+    """A network on a GPU, which has no second device here: on one without numbers they would be on the CPU."""
+    assert {parameter.device.type for parameter in _masked(small(dropout=0.5).to("meta")).parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("kind", ["laplace", "mc_dropout"])

@@ -18,7 +18,7 @@ from peerbayes.errors import InputError
 from peerbayes.metrics import temper
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports import tables
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 
 CPU = torch.device("cpu")
 SETTINGS = ["data.validation=100", "stages.*.epochs=2", "evaluation.draws=5"]
@@ -90,8 +90,9 @@ def test_the_command_prints_the_table_of_evaluate_with_paired_differences(runs, 
     for row in tables.rows(records):
         for cell in row.cells:
             assert f"<td>{cell}</td>" in page
-    assert "Reliability: accuracy against confidence." in page
-    assert page.count('<img alt="') == 2
+    assert 'aria-label="Reliability diagram"' in page
+    assert page.count('<svg role="img"') == 3  # with two rankings of images kept
+    assert "<img" not in page
     assert "http" not in page.replace("http-equiv", "")
     printed = json.loads(called("judge", *files, "--json", "--bins", "20", "--out", tmp_path / "again.html"))
     assert [record["seed"] for record in printed] == [0, 1, 0, 1]
@@ -99,13 +100,13 @@ def test_the_command_prints_the_table_of_evaluate_with_paired_differences(runs, 
 
 
 def test_figures_are_those_of_evaluate(runs):
-    from peerbayes.reports.figures import png, reliability_figure, retention_figure
+    from peerbayes.reports.charts import reliability_chart, retention_chart
 
     runs = [run for run in runs if len(run) == 1]
     records = [evaluate(run, device="cpu") for run in runs]
     judged = pb.judge(*(file_of(run, "scratch") for run in runs), bins=20)
-    assert png(reliability_figure(judged)) == png(reliability_figure(records))
-    assert png(retention_figure(judged)) == png(retention_figure(records))
+    assert reliability_chart(judged) == reliability_chart(records)
+    assert retention_chart(judged, "entropy") == retention_chart(records, "entropy") != []
 
 
 def test_a_table_of_run_predict_with_labels_is_judged(runs, tmp_path):

@@ -19,9 +19,9 @@ import peerbayes as pb
 from peerbayes import reports as reporting
 from peerbayes.errors import InputError
 from peerbayes.papers.latentbe.distillation_figures import draw_diversity
-from peerbayes.reports import figures, tables
+from peerbayes.reports import charts, figures, tables
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.page import report_page
-from peerbayes.reports.records import find_runs
 
 
 def record(method, seed, accuracies, nll=0.2, ece=0.05, **changes):
@@ -222,9 +222,9 @@ def test_images_from_elsewhere_have_a_table_of_their_own(records):
     assert parts[4].splitlines()[-1].split() == ["average", "0.600", "0.500", "0.500"]
     page = Page()
     page.feed(report_page(records, "h", {}))
-    assert page.seen.count("table") == 4  # with that of images kept
+    assert page.seen.count("table") == 5  # with differences, and images kept
     assert page.cells.count("0.910 ± 0.006") == 3
-    assert "svhn, told from the test split by entropy" in page.text
+    assert "Out of distribution: svhn" in page.text
 
 
 def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
@@ -241,9 +241,9 @@ def test_means_over_the_last_epochs_have_a_table_of_their_own(records):
     assert [row.split("  ")[-1].strip() for row in rows] == ["1.000 ± 0.000", "2.000 ± 0.000", "1.500 ± 0.000"]
     page = Page()
     page.feed(report_page(records, "h", {}))
-    assert page.seen.count("table") == 3  # with that of images kept
+    assert page.seen.count("table") == 4  # with differences, and images kept
     assert "75.50 ± 0.29" in page.cells
-    assert "The mean over the last 10 epochs, on the test split" in page.text
+    assert "The mean over the last 10 epochs, on the test split." in page.text
 
 
 def test_sorted_peers_are_ranked_seed_by_seed_before_the_mean(records):
@@ -309,18 +309,25 @@ def test_runs_of_one_method_are_told_apart_by_their_folders(folders, names):
 
 
 class Page(HTMLParser):
-    VOID = {"meta", "img", "br", "link"}
+    VOID = {"meta", "img", "br", "link", "input"}
 
     def __init__(self):
         super().__init__()
         self.open, self.seen, self.pictures, self.text, self.cells = [], [], [], [], []
+        self.links, self.ids, self.labels = [], [], []
 
     def handle_starttag(self, tag, attrs):
         self.seen.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
         for name, value in attrs:
-            assert not (name in ("src", "href") and not value.startswith("data:")), value
+            assert not (name in ("src", "href") and not value.startswith(("data:", "#"))), value
+            if tag == "a" and name == "href":
+                self.links.append(value[1:])
+            if name == "id":
+                self.ids.append(value)
+            if name == "aria-label":
+                self.labels.append(value)
             if tag == "img" and name == "src":
                 self.pictures.append(value)
 
@@ -356,9 +363,10 @@ def test_the_page_is_whole_html_with_its_pictures_inside(records):
     assert page.cells[:6] == ["method", "peer", "ACC", "NLL", "ECE", "seeds"]
     assert any("Ours − DML" in part for part in page.text)
     assert any("seeds 0, 1, 2, 30 epochs, 3.0 s a seed, 50 draws" in part for part in page.text)
-    assert len(page.pictures) == 3
-    for picture in page.pictures:
-        assert_real_picture(base64.b64decode(picture.removeprefix("data:image/png;base64,"), validate=True))
+    assert page.labels.count("Reliability diagram") == page.labels.count("Accuracy by share kept, by disagreement") == 1
+    assert page.links == page.ids  # of the sections
+    (picture,) = page.pictures
+    assert_real_picture(base64.b64decode(picture.removeprefix("data:image/png;base64,"), validate=True))
 
 
 def assert_real_picture(data):
@@ -377,7 +385,7 @@ def test_users_text_is_escaped(records):
         item["dataset"] = item["hardware"] = nasty
         item["peers"][0]["name"] = "<b>scratch"
     text = report_page(changed, nasty, {nasty: metrics()})
-    assert "<script" not in text
+    assert text.count("<script") == text.count("</script") == 1  # the page's own
     assert "<b>" not in text
     page = Page()
     page.feed(text)
@@ -397,7 +405,8 @@ def test_dollars_in_names_are_drawn_as_they_are(records):
         for peer in line["peers"].values():
             peer["terms"][DOLLARS] = 1.0
     text = report_page(records, DOLLARS, {DOLLARS: lines})
-    assert text.count("data:image/png") == 3
+    assert text.count("data:image/png") == 1
+    assert f"dml{DOLLARS}, {DOLLARS}: confidence" in text
 
 
 def test_a_dollar_is_that_sign_and_powers_of_axes_stay_formulas():
@@ -433,18 +442,17 @@ def test_retention_is_drawn_and_tabled_by_both_rankings(records):
                 ranking: {"aurc": 0.1, "retention": {"0.2": low + number / 100, "0.75": 0.9}}
                 for ranking, low in (("entropy", 0.91), ("disagreement", 0.81))
             }
-    panels = figures.retention_figure(records).axes
-    assert [axes.get_xlabel() for axes in panels] == [
-        f"images kept, by lowest {ranking} (%)" for ranking in ("entropy", "disagreement")
-    ]
     text = reporting.text_table(records, retention=True)
     page = report_page(records, "h", {})
-    for axes, low in zip(panels, (91, 81)):
-        lines = {line.get_label(): line for line in axes.get_lines()}
-        x, y = lines["DML scratch"].get_data()
-        assert list(x) == pytest.approx([20, 75, 100])
-        assert list(y) == pytest.approx([low + 1, 90, 91])
-        ranking = axes.get_xlabel().split()[-2]
+    for ranking, low in (("entropy", 91), ("disagreement", 81)):
+        curves = {curve.name: curve for curve in charts.retention_lines(records, ranking)}
+        assert list(curves) == [f"{m}, {p}" for m in ("DML", "Ours") for p in ("ensemble", "scratch", "pretrained")]
+        points = curves["DML, scratch"].points
+        assert [point.x for point in points] == pytest.approx([20, 75, 100])
+        assert [point.y for point in points] == pytest.approx([low + 1, 90, 91])
+        assert points[0].error == pytest.approx(1 / 3**0.5)
+        assert points[0].told == f"20 % kept, {low + 1}.00 ± 0.58 % right"
+        assert f"<title>DML, scratch: {points[0].told}</title>" in page
         section = text.split(f"accuracy (%) of the images of lowest {ranking}, by the share kept:\n")[1].splitlines()
         assert section[0].split() == ["20", "%", "75", "%"]
         assert section[1].split() == ["DML", "scratch", f"{low + 1}.00", "±", "0.58", "90.00", "±", "0.00"]
@@ -457,9 +465,8 @@ def test_a_record_of_one_ranking_is_drawn_by_that_one(records):
     del records[2:]
     records[0]["peers"] = [{**records[0]["peers"][0], "disagreement": 0.0}]  # a point
     records[0]["method"] = "dnn"
-    entropy, disagreement = figures.retention_figure(records).axes
-    assert [line.get_label() for line in entropy.get_lines()] == ["DNN"]
-    assert [line.get_label() for line in disagreement.get_lines()] == ["DML scratch", "DML pretrained"]
+    names = {ranking: [curve.name for curve in charts.retention_lines(records, ranking)] for ranking in tables.RANKINGS}
+    assert names == {"entropy": ["DNN"], "disagreement": ["DML, scratch", "DML, pretrained"]}
     for kept, dropped in ((("DNN", "entropy"), ("DML", "entropy")), (("DML", "disagreement"), ("DNN", "disagreement"))):
         section = reporting.text_table(records, retention=True).split(f"of lowest {kept[1]}, ")[1].split("\n\n")[0]
         assert kept[0] in section
@@ -467,24 +474,19 @@ def test_a_record_of_one_ranking_is_drawn_by_that_one(records):
 
 
 def test_figures_draw_the_numbers(records):
-    axes = figures.retention_figure(records).axes[1]
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    assert set(lines) == {f"{m} {p}" for m in ("DML", "Ours") for p in ("scratch", "pretrained")}
-    x, y = lines["DML scratch"].get_data()
-    assert list(x) == pytest.approx([20, 60, 100])
-    assert list(y) == pytest.approx([99, 95, 91])
-    axes = figures.reliability_figure(records).axes[0]
-    curve = next(line for line in axes.get_lines() if line.get_label().startswith("DML scratch"))
-    assert curve.get_label() == "DML scratch (ECE 0.050)"
-    x, y = curve.get_data()
-    assert list(x[:2]) == pytest.approx([0.3, 0.6])
-    assert list(y[:2]) == pytest.approx([0.2, 0.5])
+    curves = {curve.name: curve.points for curve in charts.retention_lines(records, "disagreement")}
+    assert set(curves) == {f"{m}, {p}" for m in ("DML", "Ours") for p in ("scratch", "pretrained")}
+    assert [point.x for point in curves["DML, scratch"]] == pytest.approx([20, 60, 100])
+    assert [point.y for point in curves["DML, scratch"]] == pytest.approx([99, 95, 91])
+    curve = charts.reliability_lines(records)[0]
+    assert (curve.name, curve.note, curve.group, curve.dash) == ("DML, scratch", "ECE 0.050", 0, 0)
+    assert [point.x for point in curve.points[:2]] == pytest.approx([0.3, 0.6])
+    assert [point.y for point in curve.points[:2]] == pytest.approx([0.2, 0.5])
+    assert curve.points[0].told == "confidence 0.300, accuracy 0.200, 30 inputs"  # of three seeds
     terms, shares = figures.training_figure(metrics()).axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in terms.get_lines()}
     assert drawn["kl"] == pytest.approx([0.5 / e for e in range(1, 6)])
     assert {line.get_label() for line in shares.get_lines()} == {"kl", "likelihood"}
-    for figure in (figures.retention_figure, figures.reliability_figure):
-        assert_real_picture(figures.png(figure(records)))
     assert_real_picture(figures.png(figures.training_figure(metrics())))
 
 
@@ -710,6 +712,23 @@ def test_fit_on_data_in_memory_with_a_choice_of_bayesian_tensors_can_be_loaded_a
     assert record["peers"][0]["nll"] == pytest.approx(pb.metrics.nll_from_log(log_p, loaded.test.labels))
 
 
+def test_a_new_column_is_one_line_and_empty_where_records_lack_it(records, monkeypatch):
+    """Its figure is there for peers of one method; ensembles, differences and other methods do without."""
+    monkeypatch.setitem(tables.COLUMNS, "AUGRC", ("augrc", 1.0))
+    whole = json.loads(json.dumps(records))
+    method = whole[0]["method"]
+    for one in (one for one in whole if one["method"] == method):
+        for peer in one["peers"]:
+            peer["augrc"] = 0.125
+    rows = tables.rows(whole)
+    assert {row.cells[-1][:5] for row in rows if row.method == tables.title(method) and row.peer != "ensemble"} == {
+        "0.125"
+    }
+    assert {row.cells[-1] for row in rows if row.method != tables.title(method) or row.peer == "ensemble"} == {""}
+    assert "AUGRC" in tables.text_table(whole).splitlines()[0]
+    assert not any("AUGRC" in line for line in tables.differences(whole))
+
+
 @pytest.mark.parametrize("sort_peers", [False, True])
 def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers):
     given = []
@@ -719,7 +738,7 @@ def test_members_as_one_network_have_rows_beside_peers_that_have_none(sort_peers
         given.append(one)
     given.append(record("dnn", 0, (0.9,)))
     lines = tables.text_table(given, sort_peers=sort_peers).splitlines()
-    start = lines.index("members as one network, averaged by exact:")
+    start = lines.index("in one pass (exact):")
     assert [line.split() for line in lines[start + 2 : -2]] == [
         ["be", "scratch", "55.00", "±", "5.00", "1.500", "±", "0.000", "0.125", "±", "0.000"]
     ]

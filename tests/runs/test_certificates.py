@@ -17,7 +17,7 @@ import peerbayes as pb
 from commands import called, contents, refused, write_small
 from peerbayes.api.fitting import train
 from peerbayes.data.splits import order
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.guarantees import FITTED, Promises, parts
 from peerbayes.math.noise import Address
 from peerbayes.metrics import fit_temperature, temper
@@ -270,7 +270,40 @@ def test_a_network_that_knows_nothing_can_promise_no_risk(pair, capsys):
     assert "images are left" in refused(capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU)
     told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", *CPU)
     assert "risk 0.3 (delta 0.1) can't be promised: of the" in told
-    assert "promise a higher risk" in told
+    assert told.endswith("promise a higher risk")
+    told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", "--coverage", "0.5", *CPU)
+    assert told.endswith("promise a higher risk, or coverage alone")
+
+
+def test_a_promise_by_images_that_were_learnt_is_told(run):
+    record = {"peers": [{"name": "scratch", "accuracy": 0.5}]}
+    (run.folder / "evaluation.json").write_text(json.dumps(record))
+    with pytest.warns(PeerbayesWarning, match=r"the promise is worth little: the network is right about .*of the 600 "):
+        pb.calibrate(run, coverage=0.5, device="cpu")
+    held = run.data().validation
+    right = float(
+        (run.predict_split("scratch", held, 1, torch.device("cpu"))[0].argmax(1) == held.labels).double().mean()
+    )
+    record["peers"][0]["accuracy"] = right
+    (run.folder / "evaluation.json").write_text(json.dumps(record))
+    pb.calibrate(run, coverage=0.5, device="cpu")  # warnings are errors
+
+
+def test_data_given_as_an_object_certify_as_they_were_learnt(trained, tmp_path):
+    everything = trained.data()
+    parts = (everything.train, everything.test)
+    train, test = (tuple(x.numpy() for x in split.batch(torch.arange(len(split)), "cpu")) for split in parts)
+    given = {"train": train, "test": test}
+    short = ["peers.*.network=mlp", "stages.0.epochs=1", "stages.0.warmup=0", "data.validation=100"]
+    mine = pb.train("plain", tmp_path / "run", data=given, overrides=short, device="cpu")
+    wanted = pb.calibrate(mine, coverage=0.5, device="cpu").certificate
+    found = pb.calibrate(Run(mine.folder), {**given}, coverage=0.5, device="cpu").certificate
+    assert found == wanted
+    assert found.images == 75
+    own = {**given, "validation": tuple(part[:80] for part in test)}
+    assert pb.calibrate(mine, own, coverage=0.5, device="cpu").certificate.images == 60
+    with pytest.raises(InputError, match="has no validation split to fit temperatures on"):
+        pb.calibrate(mine, {"train": test}, coverage=0.5, device="cpu")
 
 
 def test_predictions_that_are_not_promised_are_one_sentence(run, capsys):
@@ -334,3 +367,55 @@ def test_promises_are_checked():
     with pytest.raises(InputError, match="there is no method 'lax' of sets; did you mean 'lac'"):
         Promises(coverage=0.9, method="lax")
     assert not Promises().any
+
+
+# ---- what the test split says of promises -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_evaluation_counts_on_the_test_split_what_predictions_do_there(run, by_class):
+    delta = 0.9 if by_class else 0.1
+    pb.calibrate(run, coverage=0.8, risk=0.2, delta=delta, by_class=by_class, device="cpu")
+    (peer,) = pb.evaluate(run, device="cpu")["peers"]
+    images, labels = on_test(run)
+    predicted = run.predict(images, coverage=0.8, risk=0.2, device="cpu")
+    held, answered = predicted.sets.gather(1, labels[:, None])[:, 0], ~predicted.abstain
+    wrong = answered & (predicted.classes != labels)
+    found = peer["certificate"].pop("found")
+    assert Certificate.parse(peer["certificate"], "record") == run.certificate
+    assert found["images"] == len(labels) == 500
+    assert (found["coverage"]["held"], found["risk"]["answered"]) == (int(held.sum()), int(answered.sum()))
+    assert found["coverage"]["size"] == pytest.approx(predicted.sets.sum(1).double().mean().item())
+    assert found["risk"]["errors"] == int(wrong.sum())
+    assert ("by_class" in found["coverage"]) == ("by_class" in found["risk"]) == by_class
+    for number in range(10) if by_class else ():
+        true, said = labels == number, predicted.classes == number
+        assert found["coverage"]["by_class"]["images"][number] == int(true.sum())
+        assert found["coverage"]["by_class"]["held"][number] == int((held & true).sum())
+        assert found["risk"]["by_class"]["answered"][number] == int((answered & said).sum())
+        assert found["risk"]["by_class"]["errors"][number] == int((wrong & said).sum())
+
+
+def test_promises_of_all_peers_are_judged_with_their_own_draws(pair):
+    run = Run(pair.folder)
+    pb.calibrate(run, coverage=0.8, device="cpu")
+    images, labels = on_test(run)
+    sets = run.predict(images, coverage=0.8, device="cpu").sets
+    for how in ({}, {"draws": 1}, {"settle": 0.3}):
+        record = pb.evaluate(run, device="cpu", **how)
+        found = record["ensemble"]["certificate"]["found"]
+        assert found["coverage"]["held"] == int(sets.gather(1, labels[:, None]).sum())
+        assert not any("certificate" in peer for peer in record["peers"])
+
+
+def test_table_and_page_say_what_was_promised_and_found(run):
+    pb.calibrate(run, coverage=0.8, device="cpu")
+    shown = called("evaluate", run.folder, "--out", run.folder / "all.html", *CPU)
+    found = json.loads((run.folder / "evaluation.json").read_text())["peers"][0]["certificate"]["found"]
+    told = f"{found['coverage']['held'] / 5:.1f} % of 500 sets hold it"
+    line = shown.splitlines()[-1]
+    assert line.startswith("DNN")
+    assert "seed 0: promised: sets hold the true class with probability 0.8 (LAC) (shown on 450 inputs of" in line
+    assert told in line
+    for name in ("report.html", "all.html"):
+        assert told in (run.folder / name).read_text()

@@ -14,7 +14,7 @@ from commands import refused
 from peerbayes.api.fitting import train
 from peerbayes.errors import PeerbayesWarning
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.folder import MetricsLog
 from peerbayes.runs.run import Run, run_of
 from peerbayes.runs.session import Session

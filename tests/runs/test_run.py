@@ -13,7 +13,7 @@ from peerbayes.engine.devices import environment
 from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.posteriors import Point
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.run import Run, load, runs_below
 
 CHANGES = ("data.validation=0", "evaluation.test_every=1")
@@ -168,7 +168,7 @@ def test_a_record_is_not_written_where_its_page_can_not_be_made(runs, capsys):
 def test_an_interrupted_run_goes_on_whatever_its_metrics_hold(trained, runs):
     run = runs / "1"
     whole, path = Run(run).metrics, run / "metrics.jsonl"
-    (newest,) = run.glob("checkpoint-*")
+    newest = max(run.glob("checkpoint-*"))  # a slow machine writes more than one
     (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"finished": False}))
     path.write_bytes(b"[1]\n" + path.read_bytes() + b'{"step": 3, "pee')
     train(load_recipe(trained / "small.toml", CHANGES), run, device="cpu", resume=True)

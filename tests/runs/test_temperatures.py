@@ -19,7 +19,7 @@ from peerbayes.errors import InputError
 from peerbayes.metrics import nll_from_log
 from peerbayes.posteriors import MeanField, Point, RankOne, storage
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs import session
 from peerbayes.runs.run import Run, run_of
 

@@ -13,7 +13,7 @@ from peerbayes.api.fitting import train
 from peerbayes.data import Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.reports.records import evaluate
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.runs.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FastText. .* trainable weights are Bayesian")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -11,14 +13,23 @@ import torch
 from peerbayes.data.dataset import Dataset, load
 from peerbayes.data.splits import Split
 from peerbayes.engine.devices import pick_device
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.guarantees import Promises
 from peerbayes.math.conformal import Method
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.runs.folder import lock
 from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
-from peerbayes.runs.temperatures import certify, fit_temperatures, keep_temperature
+from peerbayes.runs.temperatures import (
+    certificate_of,
+    certify,
+    fit_temperatures,
+    keep_temperature,
+    learnt_by,
+    predicted_as_one,
+)
+
+RECORD = "evaluation.json"
 
 DRAWS = 50  # of a posterior that was not loaded from a run
 
@@ -26,7 +37,7 @@ DRAWS = 50  # of a posterior that was not loaded from a run
 @overload
 def calibrate(
     source: Run | str | Path,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     *,
     coverage: float | None = None,
     risk: float | None = None,
@@ -43,7 +54,7 @@ def calibrate(
 @overload
 def calibrate(
     source: Posterior,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     *,
     coverage: float | None = None,
     risk: float | None = None,
@@ -59,7 +70,7 @@ def calibrate(
 
 def calibrate(
     source: Run | Posterior | str | Path,
-    data: str | Path | Dataset | None = None,
+    data: Any = None,
     *,
     coverage: float | None = None,
     risk: float | None = None,
@@ -131,7 +142,11 @@ def calibrate(
     count = draws or run.recipe.evaluation.draws
     with lock(run.folder):
         if promises.any:
-            certificate = certify(peers, held, count, run.seed, promises, loaded.name)
+            log_p, labels = predicted_as_one(peers, held, count, run.seed)
+            names_of_classes = peers[names[0]].class_names
+            certificate = certificate_of(log_p, labels, promises, run.seed, count, loaded.name, names_of_classes)
+            if data is None:
+                _warn_of_learnt(run, names, float((log_p.argmax(1) == labels).double().mean()), loaded)
             if len(names) == 1:
                 keep_temperature(peers[names[0]], certificate.temperature, run.weights_file(names[0]), certificate)
             if names == list(run):
@@ -143,6 +158,21 @@ def calibrate(
         if names == list(run):
             keep_together(run, together)
     return run
+
+
+def _warn_of_learnt(run: Run, names: Sequence[str], held: float, loaded: Dataset) -> None:
+    """Warn where a run was far better on its validation split than on its test split, when it was evaluated."""
+    path = run.folder / RECORD
+    if not path.is_file() or loaded.validation is None:
+        return
+    record = read_json(path)
+    judged = [record.get("ensemble")] if len(names) > 1 else record.get("peers", ())
+    wanted = None if len(names) > 1 else names[0]
+    known = [one for one in judged if isinstance(one, dict) and one.get("name") == wanted and "accuracy" in one]
+    for one in known:
+        learnt = learnt_by(held, len(loaded.validation), one["accuracy"], len(loaded.test))
+        if learnt:
+            warnings.warn(f"{run.folder}: the promise is worth little: {learnt}", PeerbayesWarning, stacklevel=3)
 
 
 def keep_together(run: Run, temperature: float, certificate: Certificate | None = None) -> None:
@@ -177,13 +207,12 @@ def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Pro
                 "`data` is required: the posterior was not loaded from a run; name the data, or give a run"
             )
         loaded = run.data(root)
-    elif isinstance(data, Dataset):
-        loaded = data
-    elif isinstance(data, str | Path):
-        loaded = load(data, root=root, vocabulary=None if run is None else run.vocabulary)
+    elif run is not None and not isinstance(data, Dataset | str | Path) and (again := run.as_learnt(data)) is not None:
+        loaded = again
     else:
-        kind = type(data).__name__
-        raise InputError(f"data is of type {kind}, expected a name, a path or a Dataset (data.from_arrays makes one)")
+        words, names = (None, None) if run is None else (run.vocabulary, run.about.get("class_names"))
+        names = None if isinstance(data, Dataset | str | Path) else names
+        loaded = load(data, root=root, vocabulary=words, names=names)
     if data is not None and run is not None:
         run.refuse_strange(loaded, sizes=False)
     if loaded.validation is None:

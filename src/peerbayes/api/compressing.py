@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from peerbayes.api.fitting import check_finite, set_data
 from peerbayes.errors import InputError
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, change, listed, load_recipe
+from peerbayes.recipes.recipe_data import set_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import execute
 from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths

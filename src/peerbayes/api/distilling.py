@@ -66,29 +66,31 @@ def distill(
     check_seed(how.get("seed", 0))
     overrides = listed(overrides)
     check_teacher_overrides(overrides)
-    runs, found = _opened(teachers)
-    chosen = load_recipe(_recipe_for(len(found), any(one.stochastic for one in found)) if recipe is None else recipe)
+    runs, posteriors = _opened(teachers)
+    chosen = load_recipe(
+        _recipe_for(len(posteriors), any(one.stochastic for one in posteriors)) if recipe is None else recipe
+    )
     if data is None:
         if not runs:
             raise InputError("`data` is required: no posterior was loaded from a run; name the data, or give a run")
         known = chosen.model_copy(update={"data": runs[0].recipe.data})
-        chosen, words = load_recipe(known, overrides), runs[0].vocabulary
+        chosen, vocabulary = load_recipe(known, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
         data = runs[0].given_data()
         if data is None:
-            data = load_data(chosen, how.get("root"), words) if words is not None else chosen.data.name
+            data = load_data(chosen, how.get("root"), vocabulary) if vocabulary is not None else chosen.data.name
     else:
         if chosen.name in packaged():  # which hold out a part of their own data, not of these
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"validation": 0})})
-        words = runs[0].vocabulary if runs and not isinstance(data, Dataset) else None
-        if words is not None and not isinstance(data, str | Path):
-            data, words = load(data, root=how.get("root"), vocabulary=words), None
-        if words is not None:
+        vocabulary = runs[0].vocabulary if runs and not isinstance(data, Dataset) else None
+        if vocabulary is not None and not isinstance(data, str | Path):
+            data, vocabulary = load(data, root=how.get("root"), vocabulary=vocabulary), None
+        if vocabulary is not None:
             named = {"name": str(data), "classes": None, "text": runs[0].recipe.data.text}
             chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=named)})
         chosen = load_recipe(chosen, overrides)
-        if words is not None:
-            data = load_data(chosen, how.get("root"), words)
+        if vocabulary is not None:
+            data = load_data(chosen, how.get("root"), vocabulary)
     if chosen.teachers is None or len(chosen.peers) != 1:
         raise InputError(f"recipe {chosen.name}: expected one peer and a [teachers] table")
     (peer,) = chosen.peers
@@ -96,13 +98,13 @@ def distill(
     if kind.made_of_posterior:
         raise InputError(f"recipe {chosen.name}: a student can't be of kind '{kind.kind}'")
     if options.get("members") == 0:  # one for each teacher
-        options["members"] = sum(chosen.teachers.draws if teacher.stochastic else 1 for teacher in found)
-    start = found[0] if peer.start_from == TEACHERS and _alike(found[0], into) else None
+        options["members"] = sum(chosen.teachers.draws if teacher.stochastic else 1 for teacher in posteriors)
+    start = posteriors[0] if peer.start_from == TEACHERS and _alike(posteriors[0], into) else None
     student = kind(into, start_from=start, seed=how.get("seed", 0), name="student", **options)
     run = run or default_folder(chosen.name, how.get("seed", 0))
     own = student.device
-    device = own if own.type != "cpu" else found[0].device  # `fit` moves it, where another one is asked for
-    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=found, **how)
+    device = own if own.type != "cpu" else posteriors[0].device  # `fit` moves it, where another one is asked for
+    trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=posteriors, **how)
     save_networks(trained)
     return trained["student"].materialise()
 
@@ -135,23 +137,23 @@ def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
     if isinstance(given, Teacher) or not isinstance(given, Iterable):
         given = [given]
     runs: list[Run] = []
-    found: list[Posterior] = []
-    for one in given:
-        if isinstance(one, Posterior):
-            found.append(one)
-            runs += filter(None, [run_of(one)])
-        elif isinstance(one, Run | str | Path):
-            run, names = (one, list(one)) if isinstance(one, Run) else peers_at(one)
+    posteriors: list[Posterior] = []
+    for teacher in given:
+        if isinstance(teacher, Posterior):
+            posteriors.append(teacher)
+            runs += filter(None, [run_of(teacher)])
+        elif isinstance(teacher, Run | str | Path):
+            run, names = (teacher, list(teacher)) if isinstance(teacher, Run) else peers_at(teacher)
             runs.append(run)
-            found += [run[name] for name in names]
+            posteriors += [run[name] for name in names]
         else:
-            kind = type(one).__name__
+            kind = type(teacher).__name__
             raise InputError(
                 f"a teacher is a {kind}, expected a posterior, a run or its folder; wrap a network in Point(...)"
             )
-    if not found:
+    if not posteriors:
         raise InputError("there are no teachers to distil")
-    return runs, found
+    return runs, posteriors
 
 
 def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[str] = ()) -> Recipe:

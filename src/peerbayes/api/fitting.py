@@ -9,15 +9,14 @@ from typing import Any, cast
 
 from torch import nn
 
-from peerbayes.data.dataset import Dataset, load
-from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import Choice
 from peerbayes.networks.registry import AUTO
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
-from peerbayes.recipes.recipe_data import fitted_to, load_data
+from peerbayes.recipes.recipe_data import fitted_to, load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import execute, train_jobs
 from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
@@ -183,7 +182,7 @@ def job_for(
     """
     base = load_recipe(PEERS if recipe is None else recipe)
     base = base if epochs is None else over_epochs(base, epochs)
-    table = base.model_dump(exclude_none=True)
+    table = load_recipe(base, overrides).model_dump(exclude_none=True)  # which say how objects are split
     given = None if data is None else set_data(table, data, root)
     chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
     if recipe is None or any(peer.network == AUTO for peer in chosen.peers):
@@ -195,39 +194,6 @@ def job_for(
         chosen = load_recipe(chosen, ["peers.*.network=" + json.dumps(network), *overrides])
     folder = Path(run) if run is not None else default_folder(base.name, seed)
     return Job(chosen, folder, seed, Given(data=given))
-
-
-def set_data(
-    table: dict[str, Any], data: Any, root: str | Path | None = None, vocabulary: Vocabulary | None = None
-) -> Dataset | None:
-    """Let a recipe's table name other data, of any number of classes; return them where they come from Python.
-
-    Args:
-        table: of a recipe, which is changed.
-        data: a data set, or what `peerbayes.data.load` takes; objects are split as the table says.
-        root: data root.
-        vocabulary: to use for texts.
-    """
-    options = table["data"]
-    options.pop("classes", None)
-    if isinstance(data, str | Path):
-        options["name"] = str(data)
-        return None
-    if isinstance(data, Dataset):
-        loaded = data
-    else:
-        text = None if options.get("text") is None else TextOptions(**options["text"])
-        chosen = {key: options.get(key) for key in ("size", "stats")}
-        loaded = load(
-            data, root=root, validation=options.get("validation", 0), text=text, vocabulary=vocabulary, **chosen
-        )
-    if isinstance(data, Dataset):
-        for key in ("size", "stats", "text"):
-            options.pop(key, None)
-        options["validation"] = 0
-        options |= {key: value for key, value in (loaded.origin or {}).items() if value is not None}
-    options["name"] = loaded.origin["name"] if loaded.origin is not None else loaded.name
-    return loaded
 
 
 def _made_over(network: nn.Module, job: Job) -> dict[str, Posterior]:
@@ -245,18 +211,6 @@ def check_teacher_overrides(overrides: Sequence[str]) -> None:
         key = line.partition("=")[0].strip()
         if key.startswith(("teachers.runs", "teachers.peers")):
             raise InputError(f"overrides: '{key}' has no effect here; give the teachers themselves, such as run['a']")
-
-
-def check_finite(posterior: Posterior, who: str) -> None:
-    """Refuse weights and scales that are not finite; buffers may be so.
-
-    Args:
-        posterior: whose tensors are looked at.
-        who: begins the error.
-    """
-    for name, tensor in posterior.state().items():
-        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
-            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")
 
 
 def _check_given(peers: Any) -> None:

@@ -17,7 +17,7 @@ from peerbayes import __version__
 from peerbayes.cli.learn import adopt, compress, distill, sweep, train
 from peerbayes.cli.look import calibrate, evaluate, figure, judge, predict, recipes, size
 from peerbayes.cli.output import say
-from peerbayes.cli.ship import export
+from peerbayes.cli.ship import export, serve
 from peerbayes.cli.try_out import bench, demo, doctor
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
 from peerbayes.training.interruption import handled, stop
@@ -48,7 +48,7 @@ def _options(
 
 
 _TRAINING = (demo, recipes, train, adopt, distill, compress)
-for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, size, sweep, figure, bench, doctor):
+for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, serve, size, sweep, figure, bench, doctor):
     app.command()(_verb)
 
 
@@ -124,6 +124,6 @@ def main(arguments: list[str] | None = None) -> Any:
         if not hasattr(error, "format_message"):
             raise
         # The command line itself is wrong; without any words the help is the answer.
-        words = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
-        say(words if "\n" in words else f"peerbayes: {words.rstrip('.')}; see --help", err=True)
+        message = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
+        say(message if "\n" in message else f"peerbayes: {message.rstrip('.')}; see --help", err=True)
         sys.exit(2)

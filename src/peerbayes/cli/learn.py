@@ -28,7 +28,7 @@ from peerbayes.cli.options import (
     Trust,
     parse_seeds,
 )
-from peerbayes.cli.output import judge_run, reporter, say, show, show_plan
+from peerbayes.cli.output import evaluate_run, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
@@ -170,18 +170,24 @@ def _train_and_show(
         if not first:
             raise typer.Exit(1 if failed else 0)
         finished = [run for place, run in enumerate(runs) if place not in failed]
-        loaded, records = executor.Loaded(how["root"]), []
+        loaded, records = executor.DataCache(how["root"]), []
         for done in finished:
-            records.append(judge_run(done, how["device"], loaded, quiet))
+            records.append(evaluate_run(done, how["device"], loaded, quiet))
             write_report(done, records[-1])
             voice.result(done.folder, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
+        for done in finished:
+            shared["reporter"].headline(_next_step(done.folder))
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
+
+
+def _next_step(folder: Path) -> str:
+    return f"{folder}: weights, report.html; next: peerbayes predict {folder} FILES"
 
 
 def adopt(
@@ -237,23 +243,26 @@ def adopt(
         "seed": seed,
         "overrides": changes,
     }
+    smaller = [which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked]
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
-        show_plan(adopting.plan_rows(adoption, How(**how), resume), as_json)
+        show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
-    found = adopting.adopt(
+    told = reporter(quiet)
+    adopted = adopting.adopt(
         checkpoint,
         data=data,
         run=run,
         corrupted=None if corrupted == "none" else corrupted,
-        smaller=[which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked],
+        smaller=smaller,
         resume=resume,
-        reporter=reporter(quiet),
+        reporter=told,
         **settings,
         **how,
     )
-    typer.echo(json.dumps(found.record, indent=1) if as_json else str(found))
+    typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
+    told.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
 
 
 def distill(
@@ -385,7 +394,7 @@ def sweep(
     from peerbayes.studies import sweeps
     from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 
-    found = sweeps.sweep(
+    swept = sweeps.sweep(
         recipe,
         over,
         seeds=parse_seeds(seeds),
@@ -405,11 +414,11 @@ def sweep(
         reporter=reporter(quiet),
     )
     if as_json:
-        say(json.dumps(found.table, indent=1))
+        say(json.dumps(swept.table, indent=1))
     else:
-        say(sweep_table(found))
-    written = [found.folder / "sweep.json", *write_sweep_figure(found)]
+        say(sweep_table(swept))
+    written = [swept.folder / "sweep.json", *write_sweep_figure(swept)]
     if not as_json:
         say("\n" + ", ".join(map(str, written)))
-    if all(row["state"] == "failed" for row in found.table):
+    if all(row["state"] == "failed" for row in swept.table):
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ import typer
 from peerbayes.choices import SetMethod
 from peerbayes.cli.completing import recipe_words, run_folders
 from peerbayes.cli.options import DataRoot, Device, Json, Trust
-from peerbayes.cli.output import judge_run, say, show, waiting
+from peerbayes.cli.output import evaluate_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
 
@@ -39,12 +39,12 @@ def recipes(
             recipe = load_recipe(words[-1])
         say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
-    found = {key: load_recipe(key) for key in packaged()}
+    recipes_by_name = {key: load_recipe(key) for key in packaged()}
     if as_json:
-        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in found.items()]))
+        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in recipes_by_name.items()]))
         return
-    width = max(map(len, found))
-    for key, recipe in found.items():
+    width = max(map(len, recipes_by_name))
+    for key, recipe in recipes_by_name.items():
         say(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
 
 
@@ -65,7 +65,8 @@ def evaluate(
     averaged: Annotated[
         bool,
         typer.Option(
-            "--averaged", help="Also rank-one members as one network, by each way to average them, and recalibrated."
+            "--averaged",
+            help="Also in one pass: by the mean weights, or averaged members; and with batch-norm recalibrated.",
         ),
     ] = False,
     calibrated: Annotated[
@@ -77,6 +78,7 @@ def evaluate(
     sort_peers: Annotated[
         bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
     ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also a page of all runs together, such as runs.html.")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
@@ -86,9 +88,9 @@ def evaluate(
 
     Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
     """
-    from peerbayes.reports.page import write_report
-    from peerbayes.reports.records import find_runs
-    from peerbayes.runs.executor import Loaded
+    from peerbayes.reports.evaluating import find_runs
+    from peerbayes.reports.page import write_page, write_report
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
 
     trust_runs(trust)
@@ -102,17 +104,21 @@ def evaluate(
         "out_of_distribution": ood or None,
         "corrupted": corrupted,
     }
-    loaded, records = Loaded(data_root), []
+    loaded, records = DataCache(data_root), []
     opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
-        raise InputError(f"--averaged: no peer of {', '.join(map(str, folders))} has rank-one members to average")
+        raise InputError(
+            f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: they are plain networks"
+        )
     for run in opened:
-        records.append(judge_run(run, device, loaded, averaged=averaged, **how))
+        records.append(evaluate_run(run, device, loaded, averaged=averaged, **how))
         if not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
                 say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
+    if out is not None:
+        write_page(out, placed(records, folders), "Runs evaluated")
     show(records, as_json, len(records) > 1, folders, calibrated=calibrated, sort_peers=sort_peers, retention=retention)
 
 
@@ -292,8 +298,8 @@ def size(
     trust_runs(trust)
     how: dict[str, Any] = {"judged": judged, "device": device, "root": data_root}
     with waiting():
-        found = [record for run in runs for record in sizes(run, **how)]
-    say(json.dumps(found, indent=1) if as_json else "\n\n".join(map(size_table, found)))
+        records = [record for run in runs for record in sizes(run, **how)]
+    say(json.dumps(records, indent=1) if as_json else "\n\n".join(map(size_table, records)))
 
 
 def figure(

@@ -52,11 +52,11 @@ PrecisionAsInTrain = Annotated[Precision, typer.Option(help="What networks compu
 def parse_seeds(text: str) -> list[int]:
     """Return the seeds of ``0,1,2``."""
     try:
-        found = [int(part) for part in text.split(",")]
+        seeds = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"seeds '{text}': expected whole numbers with commas between, such as 0,1,2") from None
-    if len(set(found)) < len(found):
+    if len(set(seeds)) < len(seeds):
         raise InputError(f"seeds '{text}': a seed is given twice")
-    if min(found) < 0:
+    if min(seeds) < 0:
         raise InputError(f"seeds '{text}': expected seeds that are 0 or more")
-    return found
+    return seeds

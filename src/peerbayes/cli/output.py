@@ -14,13 +14,18 @@ from peerbayes.errors import printable
 
 if TYPE_CHECKING:
     from peerbayes.reports.record import Record
-    from peerbayes.runs.executor import Loaded
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
     from peerbayes.training.reporters import Reporter
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a text that may hold names from files."""
+    """Print a text that may hold names from files.
+
+    Args:
+        text: printed without control characters.
+        err: to stderr.
+    """
     typer.echo(printable(text), err=err)
 
 
@@ -32,23 +37,42 @@ def reporter(quiet: bool) -> Reporter:
 
 
 def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManager[None]:
-    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`."""
+    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`.
+
+    Args:
+        quiet: show nothing.
+        patience: seconds before anything is shown.
+    """
     from peerbayes.training.reporters import waiting as shown
 
     return shown(quiet, patience)
 
 
-def judge_run(run: Run, device: str, loaded: Loaded, quiet: bool = False, **how: Any) -> Record:
-    """Evaluate a run on its test split, with data that other runs may share."""
-    from peerbayes.reports.records import evaluate
+def evaluate_run(run: Run, device: str, loaded: DataCache, quiet: bool = False, **how: Any) -> Record:
+    """Evaluate a run on its test split, with data that other runs may share.
+
+    Args:
+        run: a trained one.
+        device: where to predict.
+        loaded: data sets that have been loaded.
+        quiet: show no progress.
+        how: what `peerbayes.evaluate` takes besides.
+    """
+    from peerbayes.reports.evaluating import evaluate
+    from peerbayes.reports.examples import SHOWN
 
     data = loaded.of(run)
     with waiting(quiet):
-        return evaluate(run, data=data, device=device, root=loaded.root, **how)
+        return evaluate(run, data=data, examples=SHOWN, device=device, root=loaded.root, **how)
 
 
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it."""
+    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it.
+
+    Args:
+        rows: a run each.
+        as_json: as JSON, not as text.
+    """
     if as_json:
         say(json.dumps(rows, indent=1))
         return
@@ -64,18 +88,39 @@ def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     say("nothing to train" if not rows else "nothing was written")
 
 
+def placed(records: Sequence[Record], folders: Sequence[Path]) -> list[Record]:
+    """Return records that say in which folder their runs are, by which tables tell them apart.
+
+    Args:
+        records: of runs.
+        folders: of the same runs.
+    """
+    return [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=True)]
+
+
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
     """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
 
     ``folders`` tell the rows of a table apart.
+
+    Args:
+        records: of runs.
+        as_json: as JSON, not as a table.
+        many: whether there may be several.
+        folders: of the runs.
+        table: options of `text_table`.
     """
+    from peerbayes.reports.certified import promises
+    from peerbayes.reports.record import written
     from peerbayes.reports.tables import text_table
 
     if as_json:
-        say(json.dumps(records if many else records[0], indent=1))
+        figures = list(map(written, records))
+        say(json.dumps(figures if many else figures[0], indent=1))
         return
-    placed = [{**record, "folder": str(folder)} for record, folder in zip(records, folders, strict=False)]
-    say(text_table(placed or records, **table))
+    records = placed(records, folders) if folders else records
+    told = "\n".join(promise.sentence for promise in promises(records))
+    say("\n\n".join(filter(None, [text_table(records, **table), told])))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

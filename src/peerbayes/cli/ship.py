@@ -1,4 +1,4 @@
-"""The verb that ships a trained run: export."""
+"""Verbs that ship a trained run: export and serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from peerbayes.choices import ExportCodebook, ExportFormat, ExportNoise
 from peerbayes.cli.completing import run_folders
-from peerbayes.cli.options import Json, Trust
+from peerbayes.cli.options import Device, Json, Trust
 from peerbayes.cli.output import say
 from peerbayes.importing import trust_runs
 
@@ -73,3 +73,47 @@ def export(
         checked = f"at most {done.error:.1e} from peerbayes's own predictions"
         passes = f"{done.about['passes']} pass{'es' * (done.about['passes'] != 1)}"
         say(f"{done.bytes:,} bytes, {passes} a prediction, {checked}; the card is {done.folder / 'README.md'}")
+
+
+def serve(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder or an export, whose peers predict as one, a weights file of a run, or OWNER/NAME of the "
+            "Hugging Face hub."
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; another than this machine's own lets others ask.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 for any that is free.")] = 8000,
+    draws: Annotated[
+        int | None, typer.Option(min=1, help="Draws averaged.", show_default="the certificate's, or the recipe's")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 30.0,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 16 << 20,
+    max_pixels: Annotated[int, typer.Option(help="Most pixels of an image.")] = 50_000_000,
+    max_items: Annotated[int, typer.Option(help="Most images or texts of a request.")] = 32,
+    max_requests: Annotated[int, typer.Option(help="Most requests in hand; others are told to come again.")] = 64,
+    batch: Annotated[int, typer.Option(help="Most images or texts that are predicted together.")] = 64,
+    wait: Annotated[float, typer.Option(help="Seconds that the first of them waits for others.")] = 0.002,
+    device: Device = "auto",
+    trust: Trust = False,
+) -> None:
+    """Serve a trained run: a page that says what it sees and how sure it is, and a JSON API, on this machine.
+
+    The page takes an image or a text, and shows classes, uncertainty, the promised set and whether it abstains, by the
+    promises that `peerbayes calibrate` has made. POST /predict answers programs, /openapi.json describes it.
+    """
+    from peerbayes.serving.limits import Limits
+    from peerbayes.serving.server import serve as served
+
+    trust_runs(trust)
+    given = {"seconds": timeout, "body": max_bytes, "pixels": max_pixels, "items": max_items, "requests": max_requests}
+    limits = Limits.parse(given | {"batch": batch, "wait": wait}, "serve")
+
+    def ready(title: str, address: str) -> None:
+        say(f"{title} is served at {address} (Ctrl-C stops it)")
+
+    served(run, host=host, port=port, draws=draws, limits=limits, device=device, ready=ready)
+    say("stopped")

@@ -24,9 +24,9 @@ from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components
 from peerbayes.math.noise import Address
+from peerbayes.networks.network_state import evaluating
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.layout import Layout
-from peerbayes.posteriors.network_state import evaluating
 from peerbayes.schema import NotNegativeInt, PositiveFloat
 
 # Where no number is given: a component for so many inliers, so many components at least and at most, and so many

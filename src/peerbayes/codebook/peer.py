@@ -62,13 +62,13 @@ def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name
     blank = Shared(network, seed=seed, name=name, **_drawn(options))
     single = steepest(options["top"], blank.layout.size) if options["outliers"] else 0
     inside = blank.layout.size - single
-    words = f"there are only {inside} weights to share" + f", besides {single} outliers by their gradients" * (
+    reason = f"there are only {inside} weights to share" + f", besides {single} outliers by their gradients" * (
         single > 0
     )
     if options["components"] > inside:
-        raise InputError(f"peer '{name}': posterior.components is {options['components']}, but {words}")
+        raise InputError(f"peer '{name}': posterior.components is {options['components']}, but {reason}")
     if options["outliers"] and options["smallest"] > inside:
-        raise InputError(f"peer '{name}': posterior.smallest is {options['smallest']}, but {words}")
+        raise InputError(f"peer '{name}': posterior.smallest is {options['smallest']}, but {reason}")
     return blank
 
 

@@ -21,7 +21,8 @@ from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, start
 from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors import storage
-from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
+from peerbayes.posteriors.base import Posterior, Reduction, Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, require_same
 from peerbayes.schema import PositiveFloat
 
@@ -119,6 +120,7 @@ class Shared(Posterior):
     """
 
     kind: ClassVar[str] = "shared"
+    in_words: ClassVar[str] = "a codebook of Gaussians over the weights"
     stochastic: ClassVar[bool] = True
     made_of_posterior: ClassVar[bool] = True
 
@@ -267,10 +269,10 @@ class Shared(Posterior):
             self.register_buffer(name, getattr(book, name).to(device, dtype))
         for name, source in ANCHORS.items():
             self.register_buffer(name, getattr(self, source).detach().clone())
-        self._index()
+        self._derive()
 
     @torch.no_grad()
-    def _index(self) -> None:
+    def _derive(self) -> None:
         """Derive each weight's row, how often each row counts, and its prior."""
         rows, components = rows_of(self), len(self.component)
         first = components + len(self.blended)  # row of an outlier
@@ -316,7 +318,7 @@ class Shared(Posterior):
             getattr(self, name).copy_(tensor)
         self.label.copy_(into[self.label.long()])
         self.blend_component.copy_(into[self.blend_component.long()])
-        self._index()
+        self._derive()
 
     def _tidy(self) -> None:
         """Drop components that no weight uses any more, and blends of a component with itself."""
@@ -561,7 +563,6 @@ class Shared(Posterior):
                 self._put(name, tensor)
             raise
         super().load_state(tensors, origin)
-        self._index()
 
     def _put(self, name: str, tensor: Tensor) -> None:
         trained = isinstance(getattr(self, name), nn.Parameter) and not isinstance(tensor, nn.Parameter)

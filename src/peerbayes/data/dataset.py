@@ -39,9 +39,9 @@ from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import TextOptions, Vocabulary, read_vectors
 from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
-from peerbayes.networks.checkpoint import is_checkpoint
+from peerbayes.networks.inputs import WordVectors
 from peerbayes.networks.normalisation import IMAGENET_STATS
-from peerbayes.networks.registry import WordVectors
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none
@@ -105,18 +105,18 @@ class Dataset:
 
     def digest(self) -> str:
         """Return a digest of sizes, labels, and some inputs of each split; the same whatever the data came from."""
-        found = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(digest_size=8)
         for split in (self.train, self.validation, self.test):
             if split is None:
-                found.update(b"none")
+                digest.update(b"none")
                 continue
             index = torch.linspace(0, len(split) - 1, min(_DIGESTED, len(split))).long()
             inputs, _ = split.batch(index, torch.device("cpu"))
             labels = torch.zeros(0) if split.labels is None else split.labels
             for tensor in (inputs.contiguous(), labels):
-                found.update(f"{len(split)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-                found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+                digest.update(f"{len(split)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.shape)) + ("" if self.vocabulary is None else " token numbers")
@@ -196,11 +196,11 @@ def load(
     named = isinstance(given, str | Path)
     if named and names is not None:
         raise InputError(f"names are for data given as an object, and {given} names its classes itself")
-    found = _read(given, root, want_train=True) if named else read_object(given, names, size)
+    source = _read(given, root, want_train=True) if named else read_object(given, names, size)
     name = given if named else (title_of(given) or IN_MEMORY)
     if not named and name in READERS:  # a run of it could be taken for one of theirs
         name = IN_MEMORY
-    if isinstance(found, Corpus):
+    if isinstance(source, Corpus):
         if size is not None:
             raise InputError(f"{name} holds texts: size is for images; the length of a text is an option of text")
         if stats is not None:
@@ -209,17 +209,17 @@ def load(
             text = TextOptions()
         elif text.vectors and not Path(text.vectors).expanduser().exists():
             text = replace(text, vectors=str(data_root(root) / text.vectors))
-        loaded = _text_data(name, found, validation, text, vocabulary)
+        loaded = _text_data(name, source, validation, text, vocabulary)
     elif text is not None or vocabulary is not None:
         raise InputError(f"{name} holds images: leave out the options of text")
     else:
-        loaded = _image_data(name, found, validation, size)
+        loaded = _image_data(name, source, validation, size)
         loaded = loaded if stats is None else _normalised_by(stats, loaded)
     if not named:
         return replace(loaded, name=str(name))
     options = {"validation": validation, "size": size, "stats": stats}
     if options["validation"] == "auto":
-        cut = loaded.validation is not None and found.validation is None
+        cut = loaded.validation is not None and source.validation is None
         options["validation"] = len(loaded.validation) if cut and loaded.validation is not None else 0
     written = None if text is None else {"text": asdict(text)}
     return replace(loaded, origin={"name": _full(given, root), **options, **(written or {})})
@@ -336,7 +336,7 @@ def _text_data(
         name=_title(name),
         train=_encoded(train, vocabulary),
         validation=None if own is None else _encoded(own, vocabulary),
-        test=_encoded(test, vocabulary),
+        test=replace(_encoded(test, vocabulary), texts=test.texts),
         classes=found.classes,
         class_names=found.class_names,
         shape=(vocabulary.width,),
@@ -362,11 +362,11 @@ def load_texts(name: str | Path, vocabulary: Vocabulary, *, root: Path | str | N
         vocabulary: what encodes them.
         root: data root.
     """
-    found = _read(name, root, want_train=False)
-    if not isinstance(found, Corpus):
+    corpus = _read(name, root, want_train=False)
+    if not isinstance(corpus, Corpus):
         raise InputError(f"{name} holds images, expected texts")
-    assert found.test is not None
-    return _encoded(found.test, vocabulary)
+    assert corpus.test is not None
+    return _encoded(corpus.test, vocabulary)
 
 
 def load_images(name: str | Path, *, root: Path | str | None = None, size: int | None = None) -> Split:
@@ -385,10 +385,10 @@ def load_images(name: str | Path, *, root: Path | str | None = None, size: int |
         >>> len(load_images("digits")), load_images("photographs").labels is None
         (500, True)
     """
-    found = _read(name, root, want_train=False)
-    if isinstance(found, Corpus):
+    source = _read(name, root, want_train=False)
+    if isinstance(source, Corpus):
         raise InputError(f"{name} holds texts, expected images")
-    split = found.train if found.test is None else found.test
+    split = source.train if source.test is None else source.test
     assert split is not None
     if size is not None:
         _check_size(size)
@@ -423,8 +423,8 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
     if {images.shape[1], like.shape[0]} == {1, 3}:
         return Recoloured(split, 1 if like.shape[0] == 1 else 3)
     if images.shape[1] != like.shape[0]:
-        found = f"{images.shape[1]} channel" + "s" * (images.shape[1] != 1)
-        raise InputError(f"{name}: images have {found}, expected {like.shape[0]} as in {like.name}")
+        channels = f"{images.shape[1]} channel" + "s" * (images.shape[1] != 1)
+        raise InputError(f"{name}: images have {channels}, expected {like.shape[0]} as in {like.name}")
     return split
 
 
@@ -440,23 +440,23 @@ def _check_size(size: int) -> None:
 def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source | Corpus:
     if isinstance(name, str) and name in READERS:
         return READERS[name](data_root(root), want_train)
-    place = _located(name, root)
-    if is_corpus(Path(place)):
-        return read_corpus(Path(place), want_train)
-    if Path(place).is_dir():
-        return read_folder(Path(place), want_train)
-    if is_checkpoint(place):
-        raise InputError(f"{place}: holds weights, expected data; the network that they are of is made the best of by "
+    path = _located(name, root)
+    if is_corpus(Path(path)):
+        return read_corpus(Path(path), want_train)
+    if Path(path).is_dir():
+        return read_folder(Path(path), want_train)
+    if is_checkpoint(path):
+        raise InputError(f"{path}: holds weights, expected data; the network that they are of is made the best of by "
                          "'peerbayes adopt'")  # fmt: skip
-    if Path(place).suffix != ".npz":
-        raise InputError(f"{place}: expected an .npz file, an image folder, a table of texts or image paths (.csv), "
+    if Path(path).suffix != ".npz":
+        raise InputError(f"{path}: expected an .npz file, an image folder, a table of texts or image paths (.csv), "
                          "texts (.json) or a known name")  # fmt: skip
-    return read_npz(Path(place), want_train)
+    return read_npz(Path(path), want_train)
 
 
 def _full(name: str | Path, root: Path | str | None) -> str:
-    place = _located(name, root)
-    return place if isinstance(place, str) else str(place.resolve())
+    path = _located(name, root)
+    return path if isinstance(path, str) else str(path.resolve())
 
 
 def _located(name: str | Path, root: Path | str | None) -> str | Path:
@@ -467,7 +467,7 @@ def _located(name: str | Path, root: Path | str | None) -> str | Path:
     place = next((place for place in (path, base / path) if place.exists()), None)
     if place is not None:
         return place
-    beside = [str(path.parent / one.name) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    beside = [str(path.parent / sibling.name) for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = nearest(str(path), [*names(), *beside])
     if name == IN_MEMORY:
         hint = "; data in memory has to be given again"

@@ -17,13 +17,16 @@ from peerbayes.data.splits import ArraySplit, FolderSplit, in_rgb, resize
 from peerbayes.errors import InputError, reason
 
 
-def pixels(image: Any, where: str, grey: bool = False) -> Tensor:
+def pixels(
+    image: Any, where: str, grey: bool = False, expected: str = "an image (a PIL image, an array or a tensor)"
+) -> Tensor:
     """Return one image as a data set of arrays would hold it: (C, H, W), uint8 or float32 in [0, 1].
 
     Args:
         image: a PIL image, an array or a tensor: (H, W), (H, W, C) or (C, H, W).
         where: of it, for messages.
         grey: keep the single channel of a grey PIL image, instead of three equal ones.
+        expected: what may be given, for messages.
     """
     if isinstance(image, Image.Image):
         array = np.asarray(image.convert("L") if grey and is_grey(image) else in_rgb(image, where))
@@ -34,7 +37,7 @@ def pixels(image: Any, where: str, grey: bool = False) -> Tensor:
             raise InputError(f"{where}: can't be made an array ({error})") from None
         if array.ndim not in (2, 3):
             kind = f"an array of shape {array.shape}" if array.ndim else f"a {type(image).__name__}"
-            raise InputError(f"{where}: expected an image (a PIL image, an array or a tensor), got {kind}")
+            raise InputError(f"{where}: expected {expected}, got {kind}")
     return formats.image_tensor(array[None], where)[0]
 
 
@@ -85,8 +88,8 @@ class ItemSplit:
         """
         images = torch.empty((len(index), *self.shape), dtype=self.dtype)
         with self._lock:
-            for place, number in enumerate(self.numbers[index.cpu()].tolist()):
-                images[place] = self._read(number)
+            for row, number in enumerate(self.numbers[index.cpu()].tolist()):
+                images[row] = self._read(number)
         labels = torch.zeros(0, dtype=torch.int64) if self.labels is None else self.labels[index.cpu()]
         return images.to(device), labels.to(device)
 
@@ -98,13 +101,13 @@ class ItemSplit:
             raise
         except Exception as error:  # an object of the user's may raise anything
             raise InputError(f"{where} of the data can't be read: {reason(error)}") from error
-        found = pixels(given, where, grey=self.shape[0] == 1)
-        if self.size is not None and tuple(found.shape[1:]) != (self.size, self.size):
-            found = resize(found[None], self.size)[0]
-        if tuple(found.shape) != self.shape or found.dtype != self.dtype:
-            raise InputError(f"{where} has shape {tuple(found.shape)} and {found.dtype}, but had {self.shape} and "
+        image = pixels(given, where, grey=self.shape[0] == 1)
+        if self.size is not None and tuple(image.shape[1:]) != (self.size, self.size):
+            image = resize(image[None], self.size)[0]
+        if tuple(image.shape) != self.shape or image.dtype != self.dtype:
+            raise InputError(f"{where} has shape {tuple(image.shape)} and {image.dtype}, but had {self.shape} and "
                              f"{self.dtype} before; does the data set change its items?")  # fmt: skip
-        return found
+        return image
 
 
 Stored = ArraySplit | FolderSplit | ItemSplit

@@ -354,7 +354,7 @@ def _on_device(split: ArraySplit, device: torch.device) -> ArraySplit:
     if split.images.device == device and split.rows is None:
         return split
     copies = _copies.setdefault(split, WeakValueDictionary())
-    found = copies.get(device)
-    if found is None:
-        found = copies[device] = split.to(device)
-    return found
+    copy = copies.get(device)
+    if copy is None:
+        copy = copies[device] = split.to(device)
+    return copy

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -139,6 +139,7 @@ class ArraySplit:
         labels: integers (N,), or None.
         rows: None for images in memory (N = M). For images that are mapped from a file, and may be larger than
             memory: int64 (N,), which of them belong to the split, in order.
+        texts: N texts that the token numbers were made of, to be shown; None where nobody shows them.
 
     Example:
         >>> import torch
@@ -154,6 +155,7 @@ class ArraySplit:
     images: Tensor
     labels: Tensor | None = None
     rows: Tensor | None = None
+    texts: Sequence[str] | None = field(default=None, repr=False)
     _near: Tensor = field(init=False, repr=False)  # the labels where the images are
 
     def __post_init__(self) -> None:
@@ -184,7 +186,7 @@ class ArraySplit:
     def to(self, device: torch.device | str) -> ArraySplit:
         """Return the split with its images in the memory of ``device``, where batches are then indexed."""
         if self.rows is None:
-            return ArraySplit(self.images.to(device), self.labels)
+            return ArraySplit(self.images.to(device), self.labels, texts=self.texts)
         images = torch.empty((len(self), *self.shape), dtype=self.images.dtype, device=device)
         for start in range(0, len(self), _CHUNK):
             images[start : start + _CHUNK] = self.images[self.rows[start : start + _CHUNK]].to(device)
@@ -195,7 +197,8 @@ class ArraySplit:
         labels = None if self.labels is None else self.labels[index.cpu()]
         if self.rows is not None:
             return ArraySplit(self.images, labels, self.rows[index.cpu()])
-        return ArraySplit(self.images[index.to(self.images.device)], labels)
+        texts = None if self.texts is None else [self.texts[place] for place in index.tolist()]
+        return ArraySplit(self.images[index.to(self.images.device)], labels, texts=texts)
 
     def sized(self, size: int) -> ArraySplit:
         """Return the split with its images resized to ``size`` by ``size`` (see :func:`resize`), in memory."""
@@ -316,15 +319,25 @@ def open_rgb(file: str) -> Image.Image:
     """Decode one 8-bit image file of `FORMATS` into RGB; transparency is dropped."""
     if os.path.exists(file) and not os.path.isfile(file):  # a pipe would be waited for
         raise InputError(f"{file}: is not a regular file, expected an image")
+    return decode_rgb(file, file)
+
+
+def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
+    """Decode an 8-bit image of `FORMATS` into RGB; transparency is dropped.
+
+    Args:
+        source: a file, or one that is open.
+        where: its name, which begins the error.
+    """
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(source, formats=FORMATS) as image:
             image.load()
     except UnidentifiedImageError as error:
-        raise InputError(f"{file}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
+        raise InputError(f"{where}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
     except Exception as error:  # decoders raise many types on broken files
-        reason = str(error).replace(file, "").strip(" '\"") or type(error).__name__
-        raise InputError(f"{file}: cannot be decoded as an image ({reason})") from error
-    return in_rgb(image, file)
+        reason = str(error).replace(where, "").strip(" '\"") or type(error).__name__
+        raise InputError(f"{where}: cannot be decoded as an image ({reason})") from error
+    return in_rgb(image, where)
 
 
 def natural_size(file: str) -> int:
@@ -405,8 +418,8 @@ def measure(split: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
     squares: Any = 0.0
     pixels = 0
     cpu = torch.device("cpu")
-    one = split.batch(torch.zeros(1, dtype=torch.int64), cpu)[0].numel()
-    for index in batches(len(split), max(1, _NUMBERS // one)):
+    numbers = split.batch(torch.zeros(1, dtype=torch.int64), cpu)[0].numel()
+    for index in batches(len(split), max(1, _NUMBERS // numbers)):
         images, _ = split.batch(index, cpu)
         values = images.double() if images.is_floating_point() else images.double() / 255
         total = total + values.sum((0, 2, 3))
@@ -424,14 +437,14 @@ def digest(split: Split) -> str:
     Of image files the last two parts of their paths and their sizes are looked at.
     """
     labels = split.labels
-    found = hashlib.blake2b(f"{len(split)} {None if labels is None else labels.tolist()}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{len(split)} {None if labels is None else labels.tolist()}".encode(), digest_size=16)
     index = torch.arange(0, len(split), max(1, math.ceil(len(split) / 4096)))
     if isinstance(split, FolderSplit):
         for path in (Path(split.files[number]) for number in index.tolist()):
-            found.update(f"{path.parts[-2:]} {path.stat().st_size}".encode())
+            digest.update(f"{path.parts[-2:]} {path.stat().st_size}".encode())
     else:
         for part in index.split(256):
             rows = split.batch(part, torch.device("cpu"))[0].contiguous()
-            found.update(f"{rows.dtype} {tuple(rows.shape)}".encode())
-            found.update(rows.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(f"{rows.dtype} {tuple(rows.shape)}".encode())
+            digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

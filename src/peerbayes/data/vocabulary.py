@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.networks.registry import WordVectors
+from peerbayes.networks.inputs import WordVectors
 
 Kind = Literal["words", "characters", "pieces"]
 

@@ -18,8 +18,9 @@ from peerbayes.engine.synchronised import gather_batch
 from peerbayes.engine.teachers import Teachers
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.base import Posterior, Weights
-from peerbayes.posteriors.network_state import kept_buffers
+from peerbayes.networks.network_state import kept_buffers
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.terms.step import Batch, Output
 
@@ -68,7 +69,13 @@ class Cohort:
         self.go_plain()
 
     def begin_stage(self, state: StageState, layers: list[str], keys: list[str]) -> None:
-        """Take a stage's helpers, optimisers, layers, and the names of its figures."""
+        """Take a stage's helpers, optimisers, layers, and the names of its figures.
+
+        Args:
+            state: optimisers, schedule and terms of the stage.
+            layers: names of the layers whose outputs its terms ask for.
+            keys: names of the figures that are summed up over an epoch.
+        """
         self.state, self.layers, self.keys = state, layers, keys
         options = state.settings.perturb
         self.perturb = None if options is None else Perturbation(options, self.teachers, self.peers, self.seed)
@@ -100,28 +107,28 @@ class Cohort:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step changes."""
-        found = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
-        found += [t for module in self.state.modules.values() for t in (*module.parameters(), *module.buffers())]
-        found += [
+        tensors = [t for peer in self.peers.values() for t in (*peer.parameters(), *peer.buffers())]
+        tensors += [t for module in self.state.modules.values() for t in (*module.parameters(), *module.buffers())]
+        tensors += [
             value
             for optimizer in self.state.optimizers.values()
             for slots in optimizer.state.values()
             for value in slots.values()
             if isinstance(value, Tensor)
         ]
-        return [*found, self.sums]
+        return [*tensors, self.sums]
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def step(self, clock: Clock) -> None:
         """Train for one batch, and add its figures to the sums."""
         batch = self.forward(clock)
-        figures = self._together(batch) if self.recipe.update == "simultaneous" else self._in_turn(batch, clock)
+        figures = self._simultaneously(batch) if self.recipe.update == "simultaneous" else self._in_turn(batch, clock)
         self.sums.add_(figures)
 
-    def _together(self, batch: Batch) -> Tensor:
+    def _simultaneously(self, batch: Batch) -> Tensor:
         with self._forked():
-            totals, found = zip(*[self._judge(batch, name) for name in self.peers], strict=True)
+            totals, found = zip(*[self._loss_and_figures(batch, name) for name in self.peers], strict=True)
         figures = torch.cat(found)
         torch.autograd.backward(totals)
         first, *others = self.peers
@@ -142,7 +149,7 @@ class Cohort:
         parts = []
         for name in self.peers:
             with self._forked():
-                total, figures = self._judge(batch, name)
+                total, figures = self._loss_and_figures(batch, name)
             total.backward()
             self._average(name, figures)
             self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
@@ -155,7 +162,7 @@ class Cohort:
         self.state.update([SHARED])
         return torch.cat(parts)
 
-    def _judge(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+    def _loss_and_figures(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
         """Return a peer's loss and figures."""
         before = _count_derived(batch)
         # A compiled term is one node of the graph for all peers, which the first peer in turn would use up.
@@ -184,7 +191,7 @@ class Cohort:
         first = self.world.rank * self.feed.batch_size
         augment = [name for name in self.recipe.data.augment if name not in self.feed.augmented]
         prepared = self.parts.prepare_images(images, augment, self.seed, self.feed.owner, clock.step, first)
-        self.images, teachers = self.consult(prepared, clock.step, first)
+        self.images, teachers = self.perturb_and_teach(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}
         return Batch(
@@ -198,8 +205,14 @@ class Cohort:
             teachers=teachers,
         )
 
-    def consult(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C)."""
+    def perturb_and_teach(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Return the images, perturbed where that is asked for, and the teachers' logits for them, (M, B, C).
+
+        Args:
+            images: augmented, (B, ...).
+            number: of the step; the address of perturbations and teachers' draws.
+            first: place of the first image in the whole batch.
+        """
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         if self.perturb is not None:
@@ -209,11 +222,16 @@ class Cohort:
             return images, None
         with torch.no_grad():
             with self._forked():
-                found = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
-            return images, torch.stack(found)
+                logits = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
+            return images, torch.stack(logits)
 
     def output(self, name: str, clock: Clock) -> Output:
-        """Return what a peer makes of the batch that `forward` has taken last."""
+        """Return what a peer makes of the batch that `forward` has taken last.
+
+        Args:
+            name: the peer's.
+            clock: when the step happens; its number is the draw's address.
+        """
         posterior = self.peers[name]
         posterior.train()
         address = Address(self.seed, name, "step", clock.step)
@@ -224,8 +242,8 @@ class Cohort:
             begin = noise.start(address, self.device)
             flat, std, extra = self.parts.place_peer(posterior, begin)
             logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
-        found = dict(zip(self.layers, features, strict=True))
-        return Output(posterior, Weights({}, flat, std), logits, found)
+        outputs = dict(zip(self.layers, features, strict=True))
+        return Output(posterior, Weights({}, flat, std), logits, outputs)
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:
@@ -257,11 +275,11 @@ class Cohort:
             for posterior in self.peers.values():
                 stack.enter_context(kept_buffers(posterior.network))
             batch = self.forward(clock)
-            found = []
+            norms = []
             for name, posterior in self.peers.items():
                 values = [value for value, _ in self.state.of_terms(term_value, batch, name)]
-                found.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
-            return torch.stack(found)
+                norms.append(torch.stack([norm_and_value(value, learnt(posterior), self.world) for value in values]))
+            return torch.stack(norms)
 
 
 def _count_derived(batch: Batch) -> int:

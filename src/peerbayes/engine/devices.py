@@ -16,15 +16,15 @@ def pick_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         hint = "; did you mean 'cuda'?" if str(device).startswith("gpu") else ""
         raise InputError(f"device '{device}' can't be used: expected cpu, cuda, cuda:1, ... or auto{hint}") from None
     try:
-        torch.ones(2, device=found).sum().item()  # some devices have no memory, or can't compute
+        torch.ones(2, device=chosen).sum().item()  # some devices have no memory, or can't compute
     except Exception as error:  # backends that are not installed raise many kinds
         raise InputError(f"device '{device}' can't be used: {reason(error)}") from None
-    return found
+    return chosen
 
 
 def environment(device: torch.device) -> dict[str, Any]:

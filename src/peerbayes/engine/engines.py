@@ -41,14 +41,29 @@ class Eager:
         self.cohort, self.steps_per_epoch = cohort, steps_per_epoch
 
     def begin_stage(self, step: int, stage_step: int) -> None:
-        """A stage begins, or goes on at these steps of the run and of the stage."""
+        """A stage begins, or goes on at these steps of the run and of the stage.
+
+        Args:
+            step: steps since the run began.
+            stage_step: steps since the stage began.
+        """
 
     def step(self, step: int, stage_step: int) -> None:
-        """Run one step."""
+        """Run one step.
+
+        Args:
+            step: steps since the run began.
+            stage_step: steps since the stage began.
+        """
         self.cohort.step(self._clock(step, stage_step))
 
     def term_norms(self, step: int, stage_step: int) -> Tensor:
-        """Return what `Cohort.term_norms` does."""
+        """Return what `Cohort.term_norms` does.
+
+        Args:
+            step: steps since the run began.
+            stage_step: steps since the stage began.
+        """
         return self.cohort.term_norms(self._clock(step, stage_step))
 
     @contextlib.contextmanager
@@ -217,7 +232,12 @@ ENGINES: dict[EngineName, type[Eager]] = {"eager": Eager, "compiled": Compiled, 
 
 
 def pick(name: Engine, device: torch.device) -> EngineName:
-    """Return the engine's name, if the device has what it needs; ``auto`` is captured on a GPU, else eager."""
+    """Return the engine's name, if the device has what it needs; ``auto`` is captured on a GPU, else eager.
+
+    Args:
+        name: what was asked for.
+        device: that the run trains on.
+    """
     if name == "auto":
         return "captured" if device.type == "cuda" else "eager"
     if name == "captured" and device.type != "cuda":

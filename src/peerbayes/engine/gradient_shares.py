@@ -21,6 +21,11 @@ def norm_and_value(value: Tensor, parameters: Sequence[nn.Parameter], world: Wor
     """Return ‖∇ value‖ over the parameters, and the value, (2,), of means over processes; the graph is kept.
 
     The norm of a value that no gradient flows from is NaN.
+
+    Args:
+        value: a term's, a scalar.
+        parameters: that its gradient is taken to.
+        world: processes that each see a slice of the batch.
     """
     parts: Sequence[Tensor] = ()
     if value.requires_grad:
@@ -61,15 +66,20 @@ def newly_inert(shares: Mapping[str, float], counts: dict[str, int], peer: str) 
     """Return the terms that are to be called inert now, and keep count in ``counts`` of how often a share was small.
 
     No gradient at all is said at once, a small share only when it stays small; each is said once.
+
+    Args:
+        shares: of the gradient, by term.
+        counts: how often in a row a share was small, by peer and term; changed.
+        peer: whose terms they are.
     """
-    found = []
+    inert = []
     for term, share in shares.items():
         key = f"{peer}/{term}"
         counts[key] = counts.get(key, 0) + 1 if share < INERT else 0
         if counts[key] == (1 if share == 0 else 2):
-            found.append(term)
+            inert.append(term)
             counts[key] = _SAID
-    return found
+    return inert
 
 
 def note_shares(

@@ -24,7 +24,12 @@ _REMEDIES = {
 
 
 def sampled(state: StageState, peers: Mapping[str, Posterior]) -> dict[str, Tensor]:
-    """Return some of the numbers of each parameter that learns, σ for ρ, by ``owner|group|name``."""
+    """Return some of the numbers of each parameter that learns, σ for ρ, by ``owner|group|name``.
+
+    Args:
+        state: of the stage, with the parameters that learn.
+        peers: by name; they know which parameters are ρ.
+    """
     numbers = {}
     for owner, parameters in state.parameters.items():
         for name, parameter in parameters.items():
@@ -82,7 +87,14 @@ def is_still(group: str, change: float, steps: int) -> bool:
 
 
 def sentence(peer: str, group: str, change: float, epoch: int) -> str:
-    """Return what a person is told of a group that does not move."""
+    """Return what a person is told of a group that does not move.
+
+    Args:
+        peer: its name.
+        group: of parameters: means, scales, deterministic ones.
+        change: relative to their size, over the epoch.
+        epoch: of the stage.
+    """
     who = "deterministic parameters" if group == "deterministic" else group
     moved = f"epoch {epoch} changed them by {change:.0e} of their size"
     return f"the {who} of peer '{peer}' do not move: {moved}; {_REMEDIES.get(group, 'raise the learning rate')}"

@@ -101,15 +101,22 @@ class Perturbation:
         return step_along(images, *self.slope(images, number, first, passes))
 
     def slope(self, images: Tensor, number: int | Tensor, first: int, passes: Passes) -> tuple[Tensor, float | Tensor]:
-        """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`."""
+        """Return the gradient that images are moved along, and how far, as a part of a whole step; see `__call__`.
+
+        Args:
+            images: (B, ...), in [0, 1].
+            number: of the step; the address of random choices.
+            first: place of the first image in the whole batch.
+            passes: how teachers are run.
+        """
         assert self.teachers is not None
         address = self._address(number)
         teachers, moved = self.teachers, images.detach().requires_grad_(True)
         scale: float | Tensor = 1.0
         with torch.enable_grad():
             if self.kind in ("ods", "conf_ods"):
-                one = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
-                said = teachers.pick(passes.run, moved, passes.tensors, one, passes.autocast)
+                picked = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
+                said = teachers.pick(passes.run, moved, passes.tensors, picked, passes.autocast)
                 p = (said / self.temperature).softmax(-1)
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
                 scale = p.detach().amax(-1) if self.kind == "conf_ods" else 1.0
@@ -120,8 +127,10 @@ class Perturbation:
             else:
                 pairs = self._pair(pair(address, len(teachers), images.device), passes)
                 with passes.forked():
-                    found = [_target_and_logits(one, images, moved, passes.lane, 2 * n) for n, one in enumerate(pairs)]
-                apart = [_cross_entropy(target, logits) for target, logits in found]
+                    compared = [
+                        _target_and_logits(two, images, moved, passes.lane, 2 * n) for n, two in enumerate(pairs)
+                    ]
+                apart = [_cross_entropy(target, logits) for target, logits in compared]
                 value = apart[0] - apart[1] if len(apart) > 1 else apart[0]
             (gradient,) = torch.autograd.grad(value, moved)
         return gradient, scale
@@ -132,7 +141,14 @@ class Perturbation:
     def in_parts(
         self, images: Tensor, number: int, tensors: Sequence[Tensors], autocast: torch.dtype | None = None
     ) -> Tensor:
-        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs."""
+        """Return the images moved in parts as if by steps ``number`` and on, for a mean over pairs.
+
+        Args:
+            images: (N, ...), in [0, 1].
+            number: of the first part's step.
+            tensors: of the teachers, at their draws.
+            autocast: dtype of forward passes; None for float32.
+        """
         parts = images.split(PART)
         return torch.cat(
             [self(part, number + place, 0, Passes(tensors, autocast=autocast)) for place, part in enumerate(parts)]
@@ -143,15 +159,21 @@ class Perturbation:
 
         The mean KL of pairs, ``teachers_before``, ``teachers_after``, ``members_before`` and ``members_after``, in
         evaluation mode; of those that are several.
+
+        Args:
+            images: (N, ...), in [0, 1].
+            number: of the step.
+            student: whose members are compared.
+            autocast: dtype of forward passes; None for float32.
         """
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         both = torch.cat([images, self.in_parts(images, number, tensors, autocast)])
-        found = {}
+        distances = {}
         for who, logits in all_logits(both, self.teachers, tensors, student, autocast).items():
             for when, part in zip(("before", "after"), logits.log_softmax(-1).chunk(2, 1), strict=True):
-                found[f"{who}_{when}"] = mean_pairwise_kl(part).item()
-        return found
+                distances[f"{who}_{when}"] = mean_pairwise_kl(part).item()
+        return distances
 
     def _pair(self, chosen: Tensor, passes: Passes) -> list[Callable[[Tensor, int], Tensor]]:
         """Return functions of images and 0 or 1: the logits of two teachers and, if asked for, of two members."""

@@ -27,7 +27,12 @@ class Position:
         self.shares, self.inert, self.best = {}, {}, {}
 
     def add(self, keys: Sequence[str], sums: Sequence[float]) -> None:
-        """Add sums of steps' figures, named ``peer|kind|name``, to those of the epoch, in the order of the keys."""
+        """Add sums of steps' figures, named ``peer|kind|name``, to those of the epoch, in the order of the keys.
+
+        Args:
+            keys: names of the figures.
+            sums: of their values over some steps.
+        """
         # Those of a checkpoint come by the alphabet.
         self.sums = {key: self.sums.get(key, 0.0) + value for key, value in zip(keys, sums, strict=True)}
 

@@ -72,9 +72,9 @@ class World:
         """Return whether any process raised its flag; all processes have to ask."""
         if self.size == 1:
             return flag
-        found = torch.tensor([int(flag)])
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found.item())
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
 
     def same(self, number: int) -> bool:
         """Return whether all processes have this number; all have to ask."""
@@ -163,11 +163,11 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
     if world.size == 1:
         yield world
         return
-    place = world.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    target = world.device(device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
     # Flags travel over gloo in any case: asking for one must not wait for a GPU.
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo"
     try:
         kept, store = _store_of_this_life(world, timeout)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

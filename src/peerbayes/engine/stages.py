@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,13 @@ def of_term(stage: str, term: str) -> AbstractContextManager[None]:
 
 
 def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of a step of a stage; a function of the step alone, so nothing has to be resumed."""
+    """Return the learning rate of a step of a stage; a function of the step alone, so nothing has to be resumed.
+
+    Args:
+        stage: with optimiser, schedule and warm-up.
+        step: since the stage began.
+        steps_per_epoch: batches in an epoch.
+    """
     base, epoch = stage.optimizer.lr, step / steps_per_epoch
     if stage.warmup and epoch < stage.warmup:
         return base * max(0.01, epoch / stage.warmup)
@@ -94,7 +100,13 @@ def make_optimizer(
             weight_decay=options.weight_decay,
             fused=on_gpu,
         )
-    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    kind: type[torch.optim.Adam]
+    if options.name == "adam":
+        kind = torch.optim.Adam
+    elif options.name == "adamw":
+        kind = torch.optim.AdamW
+    else:
+        assert_never(options.name)  # type checkers refuse a name that nothing builds
     return kind(groups, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 
@@ -200,12 +212,18 @@ class StageState:
             self.modules[term.name, name] = module
 
     def of_terms(self, ask: Callable[..., T], batch: Batch, peer: str) -> list[T]:
-        """Return ``ask(term, options, batch, peer)`` for every term, in the recipe's order."""
-        found = []
+        """Return ``ask(term, options, batch, peer)`` for every term, in the recipe's order.
+
+        Args:
+            ask: called for each term.
+            batch: what terms see of the step.
+            peer: the name of the peer whose terms they are.
+        """
+        answers = []
         for term, options in self.terms:
             with of_term(self.place, term.name):
-                found.append(ask(term, options, batch, peer))
-        return found
+                answers.append(ask(term, options, batch, peer))
+        return answers
 
     def set_learning_rate(self, value: float) -> None:
         """Set the learning rate of every optimiser."""
@@ -247,8 +265,8 @@ class StageState:
 
     def gradients(self, owner: str) -> list[Tensor]:
         """Return the gradients of an owner's parameters."""
-        found = (parameter.grad for parameter in self.parameters.get(owner, {}).values())
-        return [grad for grad in found if grad is not None]
+        gradients = (parameter.grad for parameter in self.parameters.get(owner, {}).values())
+        return [grad for grad in gradients if grad is not None]
 
     def average_shared_gradients(self, count: int) -> None:
         """Divide the gradients of shared helpers, which every peer has added to, by the number of peers."""
@@ -277,7 +295,12 @@ class StageState:
         }
 
     def mean_gradient(self, owner: str, name: str) -> Tensor | None:
-        """Return a running mean of a parameter's gradient; None where the optimiser remembers none."""
+        """Return a running mean of a parameter's gradient; None where the optimiser remembers none.
+
+        Args:
+            owner: of the parameter: a peer, or ``*`` for what serves all peers.
+            name: of the parameter.
+        """
         slots = self.moments(owner).get(name, {})
         if "momentum_buffer" in slots:  # a sum with falling weights
             return slots["momentum_buffer"] * (1 - self.settings.optimizer.momentum)
@@ -325,4 +348,6 @@ class seeded:
 def set_global_seed(address: Address) -> None:
     """Seed torch's global generators from an address: dropout and initialisers of any network follow it."""
     number = int(address.number)
-    torch.manual_seed((address.key + number * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))
+    # Without an accelerator `torch.manual_seed` writes down who called it, for one that it may find later.
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed((address.key + number * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))

@@ -38,7 +38,16 @@ class Clock:
 def prepare_images(
     images: Tensor, names: Sequence[str], seed: int, owner: str, number: int | Tensor, first: int
 ) -> Tensor:
-    """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on."""
+    """Return augmented images in [0, 1]; the noise is that of step ``number``, for images ``first`` and on.
+
+    Args:
+        images: uint8 or in [0, 1], (B, ...).
+        names: of augmentations, in their order.
+        seed: of the run.
+        owner: whose noise it is.
+        number: of the step.
+        first: place of the first image in the whole batch.
+    """
     return to_unit(augment(images, names, Address(seed, owner, "augment", number), first))
 
 
@@ -48,7 +57,12 @@ def learnt(posterior: Posterior) -> list[nn.Parameter]:
 
 
 def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `run_peer` needs of one draw, whose noise starts at ``begin``; see `Posterior.training_weights`."""
+    """Return what `run_peer` needs of one draw, whose noise starts at ``begin``; see `Posterior.training_weights`.
+
+    Args:
+        posterior: that is drawn from.
+        begin: where its noise starts.
+    """
     eps = noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None
     return posterior.training_weights(eps)
 
@@ -61,14 +75,30 @@ def run_peer(
     layers: Sequence[str],
     autocast: torch.dtype | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return logits and features of a network with these weights."""
+    """Return logits and features of a network with these weights.
+
+    Args:
+        posterior: whose network is run, in the mode it is in.
+        images: in [0, 1], (B, ...).
+        flat: the draw's weights, (size,).
+        extra: what else `place_peer` returned.
+        layers: whose outputs are wanted.
+        autocast: dtype of the forward pass; None for float32.
+    """
     with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
         logits, features = posterior.training_pass(images, flat, extra, layers)
     return logits.float(), [feature.float() for feature in features]
 
 
 def term_value(term: Term, options: Mapping[str, Any], batch: Batch, peer: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a term's value for a peer, and what it notes beside it."""
+    """Return a term's value for a peer, and what it notes beside it.
+
+    Args:
+        term: of the loss.
+        options: of the term, from the recipe.
+        batch: what terms see of the step.
+        peer: whose loss it is.
+    """
     notes: dict[tuple[str, str], Tensor] = {}
     value = term.value(replace(batch, notes=notes), peer, options)
     return value, {name: note for (_, name), note in notes.items()}
@@ -77,19 +107,32 @@ def term_value(term: Term, options: Mapping[str, Any], batch: Batch, peer: str) 
 def total_and_figures(
     values: Sequence[Tensor], notes: Sequence[Tensor], logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a peer's terms, and in one tensor, float32: the terms, the notes, and the accuracy."""
+    """Return the sum of a peer's terms, and in one tensor, float32: the terms, the notes, and the accuracy.
+
+    Args:
+        values: of the peer's terms, scalars.
+        notes: what the terms note, scalars.
+        logits: (M · B, C), of M members.
+        labels: (B,).
+    """
     hits = logits.detach().argmax(-1) == labels.repeat(len(logits) // len(labels))
     figures = [*(value.detach() for value in values), *notes, hits.float().mean()]
     return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
 
 
 def figure_names(state: StageState, batch: Batch, peers: Iterable[str]) -> list[str]:
-    """Return ``peer|kind|name`` of everything that an epoch averages, in the order of a step's figures."""
+    """Return ``peer|kind|name`` of everything that an epoch averages, in the order of a step's figures.
+
+    Args:
+        state: of the stage, with its terms.
+        batch: any one; terms are run to see what they note.
+        peers: their names.
+    """
     keys = []
     for peer in peers:
-        found = state.of_terms(term_value, batch, peer)
+        values_and_notes = state.of_terms(term_value, batch, peer)
         keys += [f"{peer}|terms|{term.name}" for term, _ in state.terms]
-        keys += [f"{peer}|notes|{note}" for _, notes in found for note in notes]
+        keys += [f"{peer}|notes|{note}" for _, notes in values_and_notes for note in notes]
         keys.append(f"{peer}|train|accuracy")
     return keys
 

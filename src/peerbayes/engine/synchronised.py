@@ -22,6 +22,10 @@ def gather_batch(tensor: Tensor, world: World) -> Tensor:
     computes the same statistic S of the gathered rows, that is size · ∂S/∂rows; averaging the parameters' gradients
     over processes takes the factor away, (1/size) Σ_r size · ∂S/∂rows_r · ∂rows_r/∂θ = dS/dθ, which is the gradient
     of one process at the global batch.
+
+    Args:
+        tensor: of this process, (b, ...).
+        world: all processes.
     """
     if world.size == 1:
         return tensor
@@ -42,9 +46,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty((ctx.rows, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(own, grad.contiguous())
-        return own, None
+        rows = grad.new_empty((ctx.rows, *grad.shape[1:]))
+        dist.reduce_scatter_tensor(rows, grad.contiguous())
+        return rows, None
 
 
 def synchronise_batch_norm(network: nn.Module, world: World) -> None:
@@ -53,6 +57,10 @@ def synchronise_batch_norm(network: nn.Module, world: World) -> None:
     Running statistics become those of one process at the global batch; in eval mode nothing changes. Names, state-dict
     keys and the modules themselves stay as they are, subclasses with a forward of their own included: only their class
     changes, to a subclass of the same name. Copies and pickles are plain again and never wait for other processes.
+
+    Args:
+        network: changed in place.
+        world: all processes.
     """
     if world.size == 1:
         return
@@ -136,7 +144,7 @@ def _batch_norm(
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
     shape = (1, -1, *[1] * (input.dim() - 2))
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
-    found = (wide - mean.view(shape)) * scale.view(shape)
+    normalised = (wide - mean.view(shape)) * scale.view(shape)
     if bias is not None:
-        found = found + bias.view(shape)
-    return found.to(input.dtype)
+        normalised = normalised + bias.view(shape)
+    return normalised.to(input.dtype)

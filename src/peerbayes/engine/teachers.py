@@ -52,7 +52,14 @@ class Tensors:
 
 
 def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dtype | None) -> Tensor:
-    """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone."""
+    """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone.
+
+    Args:
+        plain: a network in evaluation mode.
+        images: in [0, 1], (B, ...).
+        tensors: that it gets: a draw, and its buffers.
+        autocast: dtype of the forward pass; None for float32.
+    """
     posterior = plain.posterior
     named = posterior.layout.views(tensors.flat) | posterior.rest_layout.views(tensors.rest)
     named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.fixed)
@@ -91,14 +98,14 @@ class Teachers:
 
     def tensors(self, step: int | Tensor) -> list[Tensors]:
         """Return each teacher's weights at a step; those of points are the same at all."""
-        found = []
+        tensors = []
         for place, number in self.places:
             posterior = self.posteriors[place]
             address = Address(self.seed, f"teacher{place}", "draw", step * self.draws + number)
             if 1 < self.draws < posterior.members:
                 address = self._of_some_member(address, posterior, step, number)
-            found.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
-        return found
+            tensors.append(Tensors(posterior.draw(address).flat, posterior.rest, fixed(posterior)))
+        return tensors
 
     def _of_some_member(self, address: Address, posterior: Posterior, step: int | Tensor, number: int) -> Address:
         """Return where a draw of a member at random lies, others than those of the step's other draws."""
@@ -114,17 +121,33 @@ class Teachers:
         autocast: torch.dtype | None,
         lane: Lane = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others."""
-        found = []
-        for number, ((place, _), own) in enumerate(zip(self.places, tensors, strict=True)):
+        """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others.
+
+        Args:
+            run: runs a network: `run_plain`, or what it was compiled to.
+            images: in [0, 1], (B, ...).
+            tensors: of each teacher.
+            autocast: dtype of forward passes; None for float32.
+            lane: by a teacher's name.
+        """
+        logits = []
+        for number, ((place, _), drawn) in enumerate(zip(self.places, tensors, strict=True)):
             with lane(f"teacher {number}"):
-                found.append(run(self._plain[place], images, own, autocast))
-        return found
+                logits.append(run(self._plain[place], images, drawn, autocast))
+        return logits
 
     def pick(
         self, run: Pass, images: Tensor, tensors: Sequence[Tensors], number: Tensor, autocast: torch.dtype | None
     ) -> Tensor:
-        """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network."""
+        """Return the logits (B, C) of the teacher with this number, int64 (1,); they must have one network.
+
+        Args:
+            run: runs a network.
+            images: in [0, 1], (B, ...).
+            tensors: of each teacher.
+            number: which teacher.
+            autocast: dtype of the forward pass; None for float32.
+        """
         tensors = [self._as_first(place, own) for (place, _), own in zip(self.places, tensors, strict=True)]
         flat, rest = (torch.stack(list(found)) for found in zip(*((t.flat, t.rest) for t in tensors), strict=True))
         chosen = {
@@ -161,12 +184,19 @@ def all_logits(
     """Return logits (M, B, C) of ``teachers`` and of a student's ``members``, of those that are several.
 
     Both are in evaluation mode.
+
+    Args:
+        images: in [0, 1], (B, ...).
+        teachers: None where there are none.
+        tensors: of each teacher.
+        student: left in evaluation mode if it has several members.
+        autocast: dtype of forward passes; None for float32.
     """
-    found = {}
+    logits = {}
     if teachers is not None and len(teachers) > 1:
-        found["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
+        logits["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
     if student.members > 1:
         student.eval()
         with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-            found["members"] = student.forward_members(images)[0].float()
-    return found
+            logits["members"] = student.forward_members(images)[0].float()
+    return logits

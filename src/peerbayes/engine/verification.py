@@ -14,7 +14,7 @@ from torch import Tensor
 from peerbayes.engine.perturbing import Passes
 from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
 from peerbayes.engine.teachers import run_plain
-from peerbayes.posteriors.base import Weights
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch, Output
 
@@ -51,10 +51,12 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
     with cohort.plain(), torch.no_grad():
         batch = cohort.forward(clock)
     for peer, posterior in cohort.peers.items():
-        own = learnt(posterior)
+        parameters = learnt(posterior)
         apart: dict[str, tuple[float, float]] = {}
         for term, options in cohort.state.terms if cohort.recipe.update == "simultaneous" else ():
-            plain, found = (_of_term(ask, term, options, batch, peer, own) for ask in (term_value, made.term_value))
+            plain, found = (
+                _of_term(ask, term, options, batch, peer, parameters) for ask in (term_value, made.term_value)
+            )
             apart[term.name] = float((found - plain).norm()), float(plain.norm())
         largest = max((norm for _, norm in apart.values()), default=0.0)
         for name, (off, norm) in apart.items():
@@ -69,7 +71,7 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
             with cohort.plain():
                 cohort.parts = parts
                 logits = cohort.output(peer, clock).logits
-                norms.append(float(_flat(logits.square().mean(), own).norm()))
+                norms.append(float(_flat(logits.square().mean(), parameters).norm()))
         _compare(f"the network of peer '{peer}' to one whose gradient has", norms)
     _verify_teachers(cohort, clock, made, reseed)
 
@@ -94,10 +96,10 @@ def _verify_teachers(cohort: Cohort, clock: Clock, made: Parts, reseed: Callable
 
 
 def _compare(what: str, norms: Sequence[float]) -> None:
-    plain, found = norms
-    if math.isfinite(plain) and not plain / NETWORKS <= found <= plain * NETWORKS:
+    plain, compiled = norms
+    if math.isfinite(plain) and not plain / NETWORKS <= compiled <= plain * NETWORKS:
         raise RuntimeError(
-            f"torch {torch.__version__} compiles {what} a norm of {found:.2g} instead of {plain:.2g}; {INSTEAD}"
+            f"torch {torch.__version__} compiles {what} a norm of {compiled:.2g} instead of {plain:.2g}; {INSTEAD}"
         )
 
 
@@ -122,13 +124,13 @@ def _leaf(output: Output) -> Output:
         return tensor.detach().clone().requires_grad_(True)
 
     weights = output.weights
-    own = Weights({}, leaf(weights.flat), None if weights.std is None else leaf(weights.std))
+    leaves = Weights({}, leaf(weights.flat), None if weights.std is None else leaf(weights.std))
     features = {name: leaf(feature) for name, feature in output.features.items()}
-    return Output(output.posterior, own, leaf(output.logits), features)
+    return Output(output.posterior, leaves, leaf(output.logits), features)
 
 
 def _flat(value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     if not value.requires_grad:
         return value.new_zeros(1)
-    found = torch.autograd.grad(value, inputs, materialize_grads=True)
-    return torch.cat([gradient.flatten().float() for gradient in found])
+    gradients = torch.autograd.grad(value, inputs, materialize_grads=True)
+    return torch.cat([gradient.flatten().float() for gradient in gradients])

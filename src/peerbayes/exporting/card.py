@@ -8,15 +8,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peerbayes.data.transforms.augment import LUMA
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import summarise
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.recipes.recipe import changes_of, without_folders
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import CALIBRATED, ENSEMBLE, FIGURES, rows
+from peerbayes.reports.tables import CALIBRATED, COLUMNS, ENSEMBLE, rows
 from peerbayes.runs.run import Run, read_json, runs_below
 
 RECORD = "evaluation.json"
+_READ = '''
+def read(path):
+    """An image file as the program takes it: its middle, {shortest} pixels to its shortest side, in [0, 1]."""
+    image = Image.open(path)
+    image = (image.convert("RGBA") if image.mode in ("P", "PA") else image).convert("RGB")
+    width, height = (int({shortest} * side / min(image.size)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = round((width - {size}) / 2), round((height - {size}) / 2)
+    pixels = np.asarray(image.crop((left, top, left + {size}, top + {size})), np.float32)
+    return {made}.transpose(2, 0, 1) / 255
+
+'''
+_LUMA = f"(pixels * np.float32({list(LUMA)})).sum(2, keepdims=True).round()"
+_SCORES = {
+    "lac": ["scores = 1 - probabilities"],
+    "aps": [
+        "order = np.argsort(-probabilities, 1, kind='stable')",
+        "before = np.cumsum(np.take_along_axis(probabilities, order, 1), 1)",
+        "before = np.hstack([np.zeros((len(before), 1)), before[:, :-1]])",
+        *["scores = np.empty_like(before)", "np.put_along_axis(scores, order, before, 1)"],
+    ],
+}
+_PENALTY = 'before += sets["penalty"] * np.maximum(0, np.arange(1, before.shape[1] + 1) - sets["rank"])'
+_SCORES["raps"] = [*_SCORES["aps"][:3], _PENALTY, *_SCORES["aps"][3:]]
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "nll": ("cnll", "Negative log-likelihood"),
            "ece": ("cece", "Expected calibration error")}  # fmt: skip
 SHOWN = 20  # classes that are named
@@ -88,7 +114,7 @@ def model_card(folder: Path, about: Mapping[str, Any], run: Run | None) -> str:
         _results(about, run, records),
         *([] if run is None else [_training(run)]),
         _files(folder, about),
-        *([_certificate(about["certificate"])] if about.get("certificate") else []),
+        *([_certificate(about)] if about.get("certificate") else []),
         _limits(about, run, records),
     ]
     return "\n\n".join(parts) + "\n"
@@ -160,9 +186,9 @@ def _heading(about: Mapping[str, Any], run: Run | None) -> str:
 
 
 def _summary(about: Mapping[str, Any], run: Run | None) -> str:
-    kinds = {"point": "one set of weights", "mean_field": "a Gaussian over every weight"}
-    kinds |= {"rank_one": "members that share their weights", "shared": "a codebook of Gaussians over the weights"}
-    what = ", ".join(f"`{name}`: {kinds.get(kind, kind)}" for name, kind in zip(about["peers"], about["posteriors"]))
+    few = {name: f"a Gaussian over {count}" for name, count in _few_bayesian(run).items()}
+    pairs = zip(about["peers"], about["posteriors"], strict=True)
+    what = ", ".join(f"`{name}`: {few.get(name) or Posterior.of_kind(kind).in_words or kind}" for name, kind in pairs)
     told = "" if run is None else f"{_text(run.recipe.title)}.\n\n"
     names = about["class_names"]
     more = "" if names is None or len(names) <= SHOWN else f" and {len(names) - SHOWN} more (`config.json` has all)"
@@ -173,23 +199,37 @@ def _summary(about: Mapping[str, Any], run: Run | None) -> str:
     )
 
 
+def _few_bayesian(run: Run | None) -> dict[str, str]:
+    """Return how many weights of a peer have a Gaussian, for those of which most have none."""
+    found = {}
+    for name, posterior in ((name, run[name]) for name in run) if run is not None else ():
+        all_of_them = posterior.layout.size + posterior.rest_layout.size
+        if posterior.shareable and posterior.layout.size < all_of_them / 2:
+            found[name] = f"{posterior.layout.size:,} of {all_of_them:,} weights"
+    return found
+
+
 def _use(about: Mapping[str, Any], run: Run | None) -> str:
     parts = ["## Use"]
     if about["to"] == "onnx":
-        parts.append("With ONNX Runtime and NumPy alone:")
-        parts.append(_code(_onnx_lines(about, run)))
+        lines = _onnx_lines(about, run)
+        more = {"from PIL import Image": ", Pillow", "from tokenizers import Tokenizer": ", tokenizers"}
+        needs = "".join(name for line, name in more.items() if line in lines)
+        parts.append(f"With ONNX Runtime{needs} and NumPy alone, in this folder:")
+        parts.append(_code(lines))
     if about["to"] == "torch":
         parts.append("With PyTorch alone:")
         parts.append(_code(_torch_lines(about)))
     if about["to"] != "hub":
         inside = about["normalization"] is not None
         normal = ", which the program normalises itself" if inside else ", as they were learnt"
-        takes = "token numbers, int32" if about["input"] == "tokens" else f"images in [0, 1], float32{normal}"
+        numbers = "token numbers, int32, which the code above makes of texts"
+        takes = numbers if about["input"] == "tokens" else f"images in [0, 1], float32{normal}"
         shape = ", ".join(map(str, ("N", *about["input_shape"])))
         parts.append(
-            f"It takes {takes}, ({shape}) for any N. It returns probabilities (N, {about['classes']}) at temperature "
-            f"{about['temperature']:.4g}, their entropy in nats (N,), and the disagreement (mutual information) of its "
-            f"draws in nats (N,). {_draws(about)}"
+            f"It takes {takes}, of shape ({shape}) for any N. It returns probabilities (N, {about['classes']}) at "
+            f"temperature {about['temperature']:.4g}, their entropy in nats (N,), and the disagreement (mutual "
+            f"information) of its draws in nats (N,). {_draws(about)}"
         )
     if run is not None:
         custom = any(peer.network == "custom" or ":" in peer.network for peer in run.recipe.peers)
@@ -197,8 +237,14 @@ def _use(about: Mapping[str, Any], run: Run | None) -> str:
             " Its network is code that is not in this folder: pass `networks=`, or `trust=True` to import it." * custom
         )
         parts.append(f"With peerbayes:{own}")
+        given = '["a text", "another one"]' if about["input"] == "tokens" else '"photos/"'
+        promised = "".join(
+            f", {name}={promise['level']}"
+            for name in ("coverage", "risk")
+            if (promise := (about.get("certificate") or {}).get(name))
+        )
         parts.append(_code(["import peerbayes as pb", "", 'run = pb.load(".")  # this folder, or owner/name on the hub',
-                            'run.predict("inputs/").to_csv("predictions.csv")']))  # fmt: skip
+                            f'run.predict({given}{promised}).to_csv("predictions.csv")']))  # fmt: skip
     return "\n\n".join(parts)
 
 
@@ -215,18 +261,25 @@ def _draws(about: Mapping[str, Any]) -> str:
 
 
 def _onnx_lines(about: Mapping[str, Any], run: Run | None) -> list[str]:
-    texts = about["input"] == "tokens"
     kind = run.vocabulary.kind if run is not None and run.vocabulary is not None else None
+    files = _reads_files(about)
     lines = ["import json", *(["import re"] if kind == "words" else []), "", "import numpy as np"]
-    lines += ["import onnxruntime", *(["from tokenizers import Tokenizer"] if kind == "pieces" else []), ""]
+    lines += ["import onnxruntime", *(["from tokenizers import Tokenizer"] if kind == "pieces" else [])]
+    lines += [*(["from PIL import Image"] if files else []), ""]
     lines += ['session = onnxruntime.InferenceSession("model.onnx")']
     lines += ['about = json.loads(session.get_modelmeta().custom_metadata_map["peerbayes"])']
     shape = ", ".join(map(str, (4, *about["input_shape"])))
     if kind is not None:
-        lines += ['vocabulary = json.load(open("vocabulary.json"))', *_ENCODE[kind].splitlines(), ""]
-        lines += ["", 'feeds = {"tokens": encode(["a text", "another one"])}']
-    elif texts:
+        lines += ['vocabulary = json.load(open("vocabulary.json", encoding="utf-8"))']
+        lines += ["", *_ENCODE[kind].splitlines(), "", 'feeds = {"tokens": encode(["a text", "another one"])}']
+    elif about["input"] == "tokens":
         lines += [f'feeds = {{"tokens": np.zeros(({shape}), np.int32)}}  # token numbers']
+    elif files:
+        channels, size, _ = about["input_shape"]
+        made = "pixels" if channels == 3 else _LUMA
+        shortest = round(size * about["preprocessing"]["margin"])
+        lines += ["", *_READ.format(shortest=shortest, size=size, made=made).splitlines()]
+        lines += ["", 'feeds = {"images": np.stack([read("photo.png"), read("another.jpg")])}']
     else:
         lines += [f'feeds = {{"images": np.random.rand({shape}).astype(np.float32)}}  # bytes / 255']
     if about["noise"] == "seed":
@@ -237,8 +290,31 @@ def _onnx_lines(about: Mapping[str, Any], run: Run | None) -> list[str]:
             'feeds["noise"] = np.random.randn(10, size).astype(np.float32)',
         ]
     lines += ["probabilities, entropy, disagreement = session.run(None, feeds)"]
-    names = 'about["class_names"][number]' if about["class_names"] else "number"
-    return [*lines, f"print([{names} for number in probabilities.argmax(1)], entropy, disagreement)"]
+    names = 'about["class_names"][number]' if about["class_names"] else "int(number)"
+    lines += [f"print([{names} for number in probabilities.argmax(1)], entropy, disagreement)"]
+    return [*lines, *_promised_lines(about)]
+
+
+def _reads_files(about: Mapping[str, Any]) -> bool:
+    """Return whether inputs are square images in grey or colours, as files hold them."""
+    shape = about["input_shape"]
+    return about["input"] == "images" and len(shape) == 3 and shape[0] in (1, 3) and shape[1] == shape[2]
+
+
+def _promised_lines(about: Mapping[str, Any]) -> list[str]:
+    """Return code that keeps the certificate: which inputs are answered, and sets of classes."""
+    certificate, lines = about.get("certificate") or {}, []
+    if certificate.get("risk"):
+        each = len(certificate["risk"]["thresholds"]) > 1
+        lines += ["", 'least = np.array(about["certificate"]["risk"]["thresholds"])']
+        lines += [f"answered = probabilities.max(1) >= least{'[probabilities.argmax(1)]' * each}"]
+        lines += ["print(answered)  # it abstains from the others"]
+    if certificate.get("coverage"):
+        lines += ["", 'sets = about["certificate"]["coverage"]', *_SCORES[certificate["coverage"]["method"]]]
+        lines += ['members = scores <= np.array(sets["thresholds"])']
+        names = 'about["class_names"][number]' if about["class_names"] else "int(number)"
+        lines += [f"print([[{names} for number in np.flatnonzero(row)] for row in members])"]
+    return lines
 
 
 def _torch_lines(about: Mapping[str, Any]) -> list[str]:
@@ -256,20 +332,20 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
     if not records:
         told = "" if run is None else "; `peerbayes evaluate` of the run writes what this section is made of"
         return f"## Results\n\nIt was not evaluated when it was exported{told}."
-    columns = FIGURES
+    columns = COLUMNS
     if all({key for key, _ in CALIBRATED.values()} <= set(_judged(record, about)) for record in records):
-        columns = {**FIGURES, **CALIBRATED}
+        columns = {**COLUMNS, **CALIBRATED}
     wanted = {*about["peers"], *([ENSEMBLE] if len(about["peers"]) > 1 else [])}
     only = [{**record, "peers": [p for p in record["peers"] if p.get("name") in wanted]} for record in records]
-    found = [row for row in rows(only, columns) if row.peer in wanted]
-    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in found])
+    shown = [row for row in rows(only, columns) if row.peer in wanted]
+    table = _table(["peer", *columns], [[row.peer, *row.cells] for row in shown])
     seeds = ", ".join(str(record["seed"]) for record in records)
     many = (
         f"mean ± standard error over seeds {seeds}" if len(records) > 1 else f"seed {seeds} alone, so without a spread"
     )
     first = records[0]
     draws = f", {first['draws']} draws" if _stochastic(about) else ""
-    after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not FIGURES)
+    after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not COLUMNS)
     other = _judged(first, about).get("out_of_distribution") or {}
     unlike = "".join(
         f"\n\nOut of distribution: entropy tells {_text(name)} apart with an AUROC of {figures['auroc']:.3f}."
@@ -317,12 +393,15 @@ def _files(folder: Path, about: Mapping[str, Any]) -> str:
     return f"## Files\n\n{_table(['file', 'bytes'], cells)}\n\n{' '.join(told)}"
 
 
-def _certificate(certificate: Mapping[str, Any]) -> str:
-    """Return what is promised of predictions, entry by entry."""
-    cells = [[name, json.dumps(value)] for name, value in certificate.items()]
+def _certificate(about: Mapping[str, Any]) -> str:
+    """Return what is promised of predictions, and what it was shown on."""
+    certificate = Certificate.parse(about["certificate"], "certificate")
+    promises = "\n".join(f"- {_text(one)}" for one in certificate.describe(about["class_names"]))
+    draws = f"{certificate.draws} draws of each peer, " * _stochastic(about)
     return (
-        f"## Certificate\n\n{_table(['', ''], cells)}\n\nIt holds for inputs like those it was shown on, and for the "
-        "probabilities at the temperature above."
+        f"## Certificate\n\n{promises}\n\nShown on {certificate.images:,} inputs of {_text(certificate.data)}; "
+        f"{certificate.fitted:,} others fitted the temperature ({draws}seed {certificate.seed}). It holds for inputs "
+        "like those, and for the probabilities at the temperature above; the code above keeps it."
     )
 
 
@@ -333,7 +412,8 @@ def _limits(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]
         "they are no promise" + ("." if about.get("certificate") is None else ", but for what the certificate says."),
     ]
     size = "×".join(map(str, about["input_shape"]))
-    limits += [f"Inputs have the shape {size}; resizing is left to whoever calls it."]
+    if about["input"] != "tokens":
+        limits += [f"Images have the shape {size}; what resizes them is no part of the program."]
     if about["temperature"] == 1:
         limits += ["No temperature was fitted: probabilities are as the network gives them."]
     if len(records) == 1:
@@ -343,7 +423,7 @@ def _limits(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]
     if run is not None and any(peer.start_from for peer in run.recipe.peers):
         limits += ["It started from other weights, whose data and licence bind it, too."]
     limits += ["No licence is stated here: who publishes it has to choose one that its data and weights allow."]
-    return "## Limits\n\n" + "\n".join(f"- {one}" for one in limits)
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
 
 
 # ---- Markdown --------------------------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from peerbayes.inference.prediction import Prediction, entropy_of, mean_of
 from peerbayes.math.noise import Address, integers, keys_of, normal, normal_from, start_at, uniform
+from peerbayes.networks.network_state import evaluating
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.network_state import evaluating
 
 TOLERANCE = 1e-4  # of probabilities, entropy and disagreement
 CHECKED = 3  # draws that a file is compared with, where it can make any number
 SIZES = (3, 1)  # batches
-SEEDS = (0, 1)
 
 
 def inputs_like(shape: Sequence[int], tokens: int, batch: int) -> Tensor:

@@ -22,11 +22,11 @@ from peerbayes.exporting import checking, program_files
 from peerbayes.exporting.card import model_card
 from peerbayes.exporting.program import NOISES, OUTPUTS, Program, part_of
 from peerbayes.exporting.repository import WEIGHTS, config_of, write_run
+from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
-from peerbayes.networks.registry import Normalize
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.run import Run, peers_at, run_of
+from peerbayes.runs.run import ADOPTED, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
@@ -117,7 +117,7 @@ def export(
         _check_opset(opset)
     known = _known(source, shape, trust)
     options = _options(known, noise, draws, codebook)
-    folder = _folder(known, to, out)
+    folder = _folder(known, to, out, source)
     with _made(folder) as aside:
         about: dict[str, Any] = _about(known, to, options)
         error, size = None, 0
@@ -341,13 +341,15 @@ def _placed(posterior: Posterior, inputs: Tensor, noise: Tensor, temperature: fl
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _folder(known: _Source, to: ExportFormat, out: str | Path | None) -> Path:
+def _folder(known: _Source, to: ExportFormat, out: str | Path | None, source: Any) -> Path:
     if out is None:
         if known.run is None:
             raise InputError(
                 "`out` is required: the posterior was not loaded from a run, beside which the folder would lie"
             )
-        place = known.run.folder if known.run.folder.name not in ("", "..") else known.run.folder.resolve()
+        adopted = isinstance(source, str | Path) and (Path(source) / ADOPTED).is_file()
+        place = Path(source) if adopted else known.run.folder
+        place = place if place.name not in ("", "..") else place.resolve()
         out = place.with_name(f"{place.name}-{to}")
     folder = Path(out).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -30,6 +30,15 @@ DYNAMIC = {
 }  # inputs with a first axis of any length, and its name
 
 
+def _recurrent(program: Program) -> str:
+    """Return why a recurrent layer can't be drawn in a loop, for the first of a program; '' where there is none."""
+    for name, module in program.named_modules():
+        if isinstance(module, nn.RNNBase):
+            layer = f"'{name.rpartition('network.')[2]}' ({type(module).__name__})"
+            return f"layer {layer} keeps a list of its weights, which the loop can't replace"
+    return ""
+
+
 def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
     """Return a program as a graph for batches of any size.
 
@@ -40,16 +49,18 @@ def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
     shapes = tuple({0: Dim.DYNAMIC} if name in DYNAMIC else None for name in example)
     try:
         with _quiet(), torch.enable_grad():  # where gradients are off, posteriors write into buffers
-            found = torch.export.export(program.eval(), tuple(example.values()), dynamic_shapes=shapes)
+            exported = torch.export.export(program.eval(), tuple(example.values()), dynamic_shapes=shapes)
     except Exception as error:  # a network may do anything
         if type(error).__name__ == "UncapturedHigherOrderOpError":
-            raise InputError(f"the network can't be run in a loop over draws: {_said(error)}; noise 'none' exports its "
-                             "mean weights") from error  # fmt: skip
+            raise InputError(
+                f"the network can't be run in a loop over draws: {_recurrent(program) or _said(error)}; --noise none "
+                "(noise='none') exports its mean weights, one pass without disagreement"
+            ) from error
         raise InputError(
             f"the network can't be traced by torch.export for batches of any size: {_said(error)}"
         ) from error
-    _prune(found)
-    return found
+    _prune(exported)
+    return exported
 
 
 def _prune(found: ExportedProgram) -> None:

@@ -115,10 +115,10 @@ def coverage_promise(
         places = (choosing.log_probabilities > _of_true(choosing.log_probabilities, choosing)[:, None]).sum(-1) + 1
         how = {"penalty": PENALTY, "rank": int(places.double().quantile(level, interpolation="higher"))}
     scores = conformal_scores(showing.log_probabilities.double().exp(), method, **how)
-    own = _of_true(scores, showing)
+    true_scores = _of_true(scores, showing)
     thresholds, counts = [], []
     for number in range(len(names)) if promises.by_class else (None,):
-        of_class = own if number is None else own[showing.labels == number]
+        of_class = true_scores if number is None else true_scores[showing.labels == number]
         if len(of_class) < (fewest := images_for_coverage(level)):
             of = "" if number is None else f" of class '{names[number]}'"
             raise InputError(_too_few(f"coverage {level:g}", len(of_class), fewest, of))
@@ -189,6 +189,7 @@ def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Pr
     told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:
-        return f"{told}, and no number of such images would show it; promise a higher risk"
+        alone = ", or coverage alone" * (promises.coverage is not None)
+        return f"{told}, and no number of such images would show it; promise a higher risk{alone}"
     enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
     return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"

@@ -26,13 +26,14 @@ from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
+from peerbayes.networks.network_state import evaluating
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.posteriors.network_state import evaluating
 from peerbayes.showing import aligned, html_table
 
 if TYPE_CHECKING:
-    from peerbayes.posteriors.base import Posterior, Weights
+    from peerbayes.posteriors.base import Posterior
+    from peerbayes.posteriors.flat_network import Weights
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 PRECISIONS: dict[str, torch.dtype | None] = {
@@ -367,7 +368,7 @@ def predict(
             watcher_now.get().begin(len(images) * draws)
             try:
                 with tried_kernels(many):
-                    found = _average(posterior, images, draws, address, size, settle, half)
+                    prediction = _average(posterior, images, draws, address, size, settle, half)
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
@@ -379,8 +380,8 @@ def predict(
                     raise
                 known = f"it has learnt those of shape {learnt}"
                 raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
-            if precision != "auto" or half is None or bool(found.log_probabilities.isfinite().any(-1).all()):
-                return found.tempered(posterior.temperature) if calibrated else found
+            if precision != "auto" or half is None or bool(prediction.log_probabilities.isfinite().any(-1).all()):
+                return prediction.tempered(posterior.temperature) if calibrated else prediction
             half = None
 
 
@@ -417,11 +418,7 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
     if posterior.told_of_batch:
         return
     posterior.told_of_batch = True
-    layers = [
-        name
-        for name, module in posterior.network.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
-    ]
+    layers = joint_layers(posterior)
     if layers:
         more = f" (and {len(layers) - 1} more)" if layers[1:] else ""
         warnings.warn(
@@ -431,6 +428,15 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
             PeerbayesWarning,
             stacklevel=5,
         )
+
+
+def joint_layers(posterior: Posterior) -> list[str]:
+    """Return the layers by which what is predicted of an input depends on the inputs beside it."""
+    return [
+        name
+        for name, module in posterior.network.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
+    ]
 
 
 def predict_split(
@@ -453,8 +459,10 @@ def predict_split(
     first, _ = split.batch(torch.zeros(1, dtype=torch.int64), torch.device("cpu"))
     for index in torch.arange(len(split)).split(max(1, IMAGES // first.nbytes)):
         images, labels = split.batch(index, posterior.device)
-        found = posterior.predict(images, draws, seed=seed, name=name, settle=settle, calibrated=False)
-        parts.append((found.log_probabilities.cpu(), labels.cpu(), found.disagreement.cpu(), found.draws.cpu()))
+        prediction = posterior.predict(images, draws, seed=seed, name=name, settle=settle, calibrated=False)
+        parts.append(
+            (prediction.log_probabilities.cpu(), labels.cpu(), prediction.disagreement.cpu(), prediction.draws.cpu())
+        )
     log_p, labels, disagreement, spent = (torch.cat(part) for part in zip(*parts, strict=True))
     return log_p, labels, disagreement, spent
 
@@ -473,8 +481,8 @@ def _average(
     device = posterior.device
     total, entropy = torch.empty(0, device=device), torch.zeros(len(images), device=device)
     for log_p in _passes(posterior, images, draws, address, batch_size, half):
-        one = log_p.logsumexp(0) if len(log_p) > 1 else log_p[0]
-        total = torch.logaddexp(total, one) if total.numel() else one
+        averaged = log_p.logsumexp(0) if len(log_p) > 1 else log_p[0]
+        total = torch.logaddexp(total, averaged) if total.numel() else averaged
         entropy += entropy_of(log_p).sum(0)
     count = torch.full((len(images),), draws, device=device)
     return Prediction(
@@ -514,9 +522,9 @@ def _passes(
 
 
 def _pass(network: Folded, images: Tensor, flat: Tensor) -> Tensor:
-    found: Tensor = network(images, flat).float().log_softmax(-1)
+    log_p: Tensor = network(images, flat).float().log_softmax(-1)
     watcher_now.get().advance(len(images))
-    return found
+    return log_p
 
 
 def _draws_at_once(posterior: Posterior, images: Tensor, draws: int) -> int:

@@ -45,11 +45,11 @@ def conformal_scores(probabilities: Tensor, method: Method = "lac", penalty: flo
     p = probabilities.double()
     if method == "lac":
         return 1 - p
-    ordered, place = p.sort(dim=-1, descending=True, stable=True)
+    ordered, classes = p.sort(dim=-1, descending=True, stable=True)
     before = torch.cat([torch.zeros_like(ordered[:, :1]), ordered.cumsum(-1)[:, :-1]], 1)
     if method == "raps":
         before = before + penalty * (torch.arange(1, p.shape[1] + 1, device=p.device) - rank).clamp_min(0)
-    return torch.empty_like(before).scatter_(1, place, before)
+    return torch.empty_like(before).scatter_(1, classes, before)
 
 
 def images_for_coverage(coverage: float) -> int:
@@ -80,13 +80,13 @@ def conformal_threshold(scores: Tensor, coverage: float) -> float:
         >>> conformal_threshold(torch.arange(1.0, 20.0), 0.9)  # 19 images: the 18th
         18.0
     """
-    place = math.ceil((len(scores) + 1) * Fraction(str(coverage)))
-    if place > len(scores):
+    rank = math.ceil((len(scores) + 1) * Fraction(str(coverage)))
+    if rank > len(scores):
         raise InputError(
             f"coverage {coverage} can't be promised with {len(scores)} calibration images; expected at least "
             f"{images_for_coverage(coverage)}"
         )
-    return float(scores.double().sort().values[place - 1])
+    return float(scores.double().sort().values[rank - 1])
 
 
 # ---- risk ------------------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def answered_from(confidence: Tensor, correct: Tensor, thresholds: Tensor) -> tu
         >>> answered_from(torch.tensor([0.5, 0.7, 0.9]), torch.tensor([False, True, True]), torch.tensor([0.7, 0.0]))
         (tensor([2, 3]), tensor([0, 1]))
     """
-    ordered, place = confidence.sort(descending=True)
-    wrong = torch.cat([torch.zeros(1, dtype=torch.int64), (~correct.bool())[place].long().cumsum(0)])
+    ordered, order = confidence.sort(descending=True)
+    wrong = torch.cat([torch.zeros(1, dtype=torch.int64), (~correct.bool())[order].long().cumsum(0)])
     count = torch.searchsorted(-ordered, -thresholds.to(ordered), right=True)
     return count, wrong[count]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
+from peerbayes.networks.network_state import evaluating
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.network_state import evaluating
 
 
 def directions(tensors: Mapping[str, Tensor], address: Address) -> dict[str, Tensor]:

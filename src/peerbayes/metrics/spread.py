@@ -73,18 +73,30 @@ class PairedDifference:
         Args:
             one_seed: what is said behind a difference of one seed; nothing, where it is said once of many.
         """
-        decimals = _decimals(self.standard_error or self.difference)
-        sign = "−" if self.difference < 0 else "+"
-        text = sign + _number(abs(self.difference), decimals)
         if self.standard_error is None:
-            return text + one_seed
-        text += f" ± {_number(self.standard_error, decimals)}"
+            return self.value + one_seed
+        return self.value + (f" ({self.remark})" if self.remark else "")
+
+    @property
+    def value(self) -> str:
+        """The difference with its standard error, where it has one: ``"+.10 ± .14"``."""
+        sign = "−" if self.difference < 0 else "+"
+        text = sign + _number(abs(self.difference), self._decimals)
+        return text if self.standard_error is None else f"{text} ± {_number(self.standard_error, self._decimals)}"
+
+    @property
+    def remark(self) -> str:
+        """Why several seeds do not show it, and what they could have shown; empty where they do."""
+        if self.standard_error is None or self.distinguishable:
+            return ""
         if self.smallest_effect is None:
-            return f"{text} (not distinguishable: {len(self.seeds)} seeds differ by the same amount)"
-        if self.distinguishable:
-            return text
-        shown = _number(self.smallest_effect, decimals)
-        return f"{text} (not distinguishable: {len(self.seeds)} seeds could have shown {shown})"
+            return f"not distinguishable: {len(self.seeds)} seeds differ by the same amount"
+        shown = _number(self.smallest_effect, self._decimals)
+        return f"not distinguishable: {len(self.seeds)} seeds could have shown {shown}"
+
+    @property
+    def _decimals(self) -> int:
+        return _decimals(self.standard_error or self.difference)
 
 
 def summarise(values: Iterable[float]) -> Summary:

@@ -2,19 +2,10 @@
 
 from peerbayes.networks import googlenet, mlp, projection_resnet, resnet, text, vgg, wide_resnet
 from peerbayes.networks.features import capture, find_layer
+from peerbayes.networks.inputs import Inputs, Normalize, Normalized, WordVectors
 from peerbayes.networks.normalisation import normalised
 from peerbayes.networks.pretrained import starting_point
-from peerbayes.networks.registry import (
-    AUTO,
-    Inputs,
-    Normalize,
-    Normalized,
-    WordVectors,
-    build,
-    for_inputs,
-    names,
-    network,
-)
+from peerbayes.networks.registry import AUTO, build, for_inputs, names, network
 from peerbayes.networks.text import SequenceClassifier
 
 __all__ = [

@@ -7,7 +7,8 @@ import math
 
 from torch import Tensor, nn
 
-from peerbayes.networks.registry import Inputs, Normalize, network
+from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.registry import network
 
 
 class MLP(nn.Module):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, PeerbayesWarning
-from peerbayes.networks.registry import Inputs, Normalize
+from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.network_state import evaluating
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 Choice = Literal["auto", "imagenet", "data"] | tuple[Sequence[float], Sequence[float]] | None
@@ -202,7 +202,7 @@ def normalises_itself(
     hooks = [module.register_forward_pre_hook(look) for module in layers]
     images = torch.linspace(0, 1, 2 * math.prod(shape), device=device).view(2, *shape)
     try:
-        with _evaluating(network), torch.random.fork_rng(devices=[]):
+        with evaluating(network), torch.random.fork_rng(devices=[]):
             run(images)
     except Exception:  # what a network can't take is said where it is trained
         pass
@@ -210,17 +210,6 @@ def normalises_itself(
         for hook in hooks:
             hook.remove()
     return bool(seen) and bool(seen[0].numel()) and not bool((seen[0] > -1e-3).all() & (seen[0] < 1 + 1e-3).all())
-
-
-@contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 # ---- in front of a network -------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks.checkpoint import fitted, read_checkpoint, under_names
-from peerbayes.networks.registry import Inputs, Normalized, build, timm_network
+from peerbayes.networks.inputs import Inputs, Normalized
+from peerbayes.networks.registry import build, timm_network
+from peerbayes.networks.weights_files import fitted, read_checkpoint, under_names
 
 
 def starting_point(

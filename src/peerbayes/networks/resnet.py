@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.networks.registry import Inputs, Normalize, network
+from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.registry import network
 
 
 class BasicBlock(nn.Module):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks.registry import Inputs, network
+from peerbayes.networks.inputs import Inputs
+from peerbayes.networks.registry import network
 
 CHARACTERS = 70  # of the alphabet of Zhang et al. 2015
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerbayes.networks.initialisation import he_normal
-from peerbayes.networks.registry import Inputs, Normalize, network
+from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.registry import network
 
 
 class PreActivationBlock(nn.Module):

@@ -87,8 +87,8 @@ def write_figure(
     options |= {"by_peer": by_peer} if name in BY_PEER else {}
     options |= {"layer": layer} if name == "posterior" else {"ood": ood} if name == "entropy" else {}
     with trusting(trust):
-        found = {"figure": name, **(compute(runs, **options) if runs else compute())}
+        record = {"figure": name, **(compute(runs, **options) if runs else compute())}
     with matplotlib.rc_context({"svg.hashsalt": "peerbayes", "font.size": 9}):
-        picture = rendered(draw(found), path.suffix[1:].lower())
+        picture = rendered(draw(record), path.suffix[1:].lower())
     storage.write_bytes(path, picture)
-    return path, found
+    return path, record

@@ -20,9 +20,9 @@ from peerbayes.errors import InputError, within
 from peerbayes.metrics.spread import Summary, summarise
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import TeacherOptions
+from peerbayes.reports.evaluating import evaluate, find_runs
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate, find_runs
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.plan import Node, Parent, parents_of
 from peerbayes.runs.run import Run, peers_at
@@ -49,6 +49,11 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
     Steps are evaluated on the data sets out of distribution that the last recipe names. What predicts with one plain
     network is as large as that network, whatever lies in the run beside it. A prediction's time is that of all draws of
     all peers, the best of some repeats, on this machine.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     chains: list[Record] = []
     for folder in folders:
@@ -68,7 +73,7 @@ def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[st
     node = parents_of(run)
     wanted: list[tuple[Parent, TeacherOptions | None]] = [(start, None) for start in node.starts.values()]
     wanted += [(source, run.recipe.teachers) for source in node.teachers]
-    found: dict[Path, tuple[Run, list[str]]] = {}
+    networks: dict[Path, tuple[Run, list[str]]] = {}
     for source, teachers in wanted:
         assert not isinstance(source, Posterior)  # which only plans made from Python have
         if isinstance(source, Path) and source.is_file() and not (source.parent / "recipe.toml").is_file():
@@ -77,9 +82,9 @@ def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[st
             before, names = peers_at(source.folder if isinstance(source, Node) else source)
         taken = [name for name in names if teachers is None or teachers.has(name)]
         for place, (step, some) in _steps(before, taken).items():
-            known = found.get(place, (step, []))[1]
-            found[place] = step, [name for name in step if name in {*known, *some}]
-    return found | {run.folder.resolve(): (run, list(named or run))}
+            known = networks.get(place, (step, []))[1]
+            networks[place] = step, [name for name in step if name in {*known, *some}]
+    return networks | {run.folder.resolve(): (run, list(named or run))}
 
 
 def _judged(run: Run, names: Sequence[str], outside: Sequence[str], device: str, root: str | Path | None) -> Record:

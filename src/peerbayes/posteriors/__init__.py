@@ -3,8 +3,9 @@
 from typing import Any
 
 from peerbayes.lazy import lazy
-from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.laplace import Laplace
 from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField

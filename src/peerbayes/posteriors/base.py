@@ -1,39 +1,25 @@
-"""What all posteriors have in common: flat weights, a network that receives them, and the verbs."""
+"""What all posteriors have in common: draws around a flat network, what training asks of them, and their files."""
 
 from __future__ import annotations
 
-import copy
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor, nn
 
-from peerbayes.data.transforms.scaling import prepared
-from peerbayes.errors import InputError, nearest, reason, within
-from peerbayes.importing import imported, in_run
+from peerbayes.errors import InputError, reason, within
+from peerbayes.importing import in_run
 from peerbayes.math.noise import Address, format_of, seed_of
 from peerbayes.networks.features import capture
-from peerbayes.networks.normalisation import Choice, carry_over, describe, normalization_of, restore, settle
-from peerbayes.networks.registry import Inputs
+from peerbayes.networks.normalisation import describe, restore
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.posteriors.layout import Layout
-from peerbayes.posteriors.parameters import (
-    Predicate,
-    conv_and_linear,
-    digest_of,
-    first_names,
-    release_recurrent_weights,
-    require_same,
-    take_parameters,
-    under_first_names,
-)
+from peerbayes.posteriors.flat_network import FlatNetwork, Weights
+from peerbayes.posteriors.kinds import PosteriorKind
+from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.provenance import Provenance
-from peerbayes.posteriors.recipe_options import PosteriorOptions, constructor_fields, options_of
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split
@@ -41,36 +27,13 @@ if TYPE_CHECKING:
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 Reduction = Literal["sum", "layer_mean"]
-KINDS = ("point", "mean_field", "rank_one", "swag", "laplace", "mc_dropout")
-# where the kinds of posteriors are that are imported when they are first asked for
-_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS} | {"shared": "peerbayes.codebook.shared"}
-_MEAN_FIELD = ("bayesian", "gaussian", "variational")  # what a mean-field posterior is called elsewhere
 
 
-class Weights(dict[str, Tensor]):
-    """One draw: every parameter of the network by name, the flat tensor that the Bayesian ones are views of, and the
-    standard deviations it was drawn with, so that terms need not work them out again.
-
-    Example:
-        >>> import torch
-        >>> from peerbayes import Address, MeanField
-        >>> weights = MeanField(torch.nn.Linear(4, 3)).draw(Address(0))
-        >>> weights["weight"].shape, weights.flat.shape
-        (torch.Size([3, 4]), torch.Size([15]))
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, std: Tensor | None = None) -> None:
-        super().__init__(tensors)
-        self.flat = flat
-        self.std = std
-
-
-class Posterior(nn.Module):
+class Posterior(PosteriorKind, FlatNetwork):
     """What is known about a network's weights.
 
-    The network is copied and its trainable parameters are moved into two flat tensors: ``mean`` for those chosen by
-    ``bayesian``, ``rest`` for the others (batch-norm scales and shifts, say). Buffers and frozen parameters stay in
-    the copy. A forward pass hands the network named views of the flat tensors through `torch.func.functional_call`.
+    The network is copied; its trainable parameters become the flat tensors ``mean`` and ``rest``, see `FlatNetwork`.
+    Those chosen by ``bayesian`` have a distribution, the others do not.
 
     Args:
         network: any module from inputs to logits; it is not changed.
@@ -88,21 +51,10 @@ class Posterior(nn.Module):
         (True, 15, ['weight', 'bias'])
     """
 
-    _inverse_sizes: Tensor
-
-    kind: ClassVar[str]
-    stochastic: ClassVar[bool]
     has_scales: ClassVar[bool] = True  # whether its weights are uncertain at all
-    made_of_posterior: ClassVar[bool] = False  # whether it is built of a trained posterior, not of a network
     shareable: ClassVar[bool] = False  # whether `std` is learnt for every weight, so that a codebook can be made of it
-    averages: ClassVar[tuple[str, ...]] = ()  # ways in which `average` makes one network of its members
+    averages: ClassVar[tuple[str, ...]] = ("mean",)  # ways in which `average` makes one plain network of it
     told_of_batch: bool = False  # that its predictions depend on the batch
-    _kinds: ClassVar[dict[str, type[Posterior]]] = {}
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if "kind" in cls.__dict__:  # a subclass that only changes behaviour must not take over its parent's files
-            Posterior._kinds[cls.kind] = cls
 
     def __init__(
         self,
@@ -113,48 +65,18 @@ class Posterior(nn.Module):
         seed: int = 0,
         name: str = "peer",
     ) -> None:
-        super().__init__()
+        origin = "start_from"
+        if isinstance(start_from, str | Path):
+            origin, start_from = str(start_from), _state_in(Path(start_from), network)
+        super().__init__(network, bayesian, start_from, origin)
         self.seed, self.name = seed, name
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
         self.class_names: tuple[str, ...] | None = None
         self.temperature = 1.0  # that predictions are divided by, in logarithms; see `peerbayes.calibrate`
         self.certificate: Certificate | None = None  # what is promised of predictions at that temperature
-        if isinstance(network, Posterior):
-            raise InputError("expected a network, got a posterior; pass it as start_from instead")
-        if not isinstance(network, nn.Module):
-            raise InputError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
-        source = None if start_from is None else _state_of(start_from, network)
-        self.plain_memory = False  # whether convolutions must not have channels last
-        self.provenance = Provenance()
         self.account: dict[str, Any] = {}  # of how it was made, where that is more than its options
-        self.network = copy.deepcopy(network)
-        if isinstance(start_from, nn.Module):
-            carry_over(start_from.network if isinstance(start_from, Posterior) else start_from, self.network)
-        homes = first_names(self.network)
-        chosen, others, self.aliases = take_parameters(self.network, bayesian)
-        if not chosen and not others:
-            raise InputError(
-                f"{type(network).__name__} has no trainable parameters; if it is a posterior's network, the posterior "
-                "holds them: pass a network of its own, and the posterior as start_from"
-            )
-        self.layout = Layout({name: tensor.shape for name, tensor in chosen.items()})
-        self.rest_layout = Layout({name: tensor.shape for name, tensor in others.items()})
-        if source is not None:
-            origin = str(start_from) if isinstance(start_from, str | Path) else "start_from"
-            source = under_first_names(source, homes)
-            chosen, others = self._adopt(source, origin, chosen, others)
-            depth = start_from.provenance.depth if isinstance(start_from, Posterior) else 0
-            self.provenance = Provenance(digest_of(chosen | others | self.network.state_dict()), depth)
-        device = next(iter((chosen | others).values())).device
-        self._hold(self.layout.flatten(chosen).to(device), self.rest_layout.flatten(others).to(device))
-        self.register_buffer("_inverse_sizes", self.layout.inverse_sizes().to(device), persistent=False)
 
-    def _hold(self, mean: Tensor, rest: Tensor) -> None:
-        """Keep the flat weights (size,), and all other parameters (rest size,)."""
-        self.mean = nn.Parameter(mean)
-        self.rest = nn.Parameter(rest)
-
-    # ---- verbs that each posterior defines ------------------------------------------------------------------------
+    # ---- what each kind defines --------------------------------------------------------------------------------------
 
     def draw(self, address: Address) -> Weights:
         """Return the set of weights that lives at ``address``; the same address gives the same weights."""
@@ -177,6 +99,12 @@ class Posterior(nn.Module):
     def std(self) -> Tensor:
         """Scale of every Bayesian weight, shape (size,): its standard deviation under Gaussian noise."""
         raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""
+        raise NotImplementedError
+
+    # ---- how it learns -----------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> int:
@@ -202,9 +130,9 @@ class Posterior(nn.Module):
             extra: what else `training_weights` returns.
             layers: whose outputs are wanted.
         """
-        with capture(self.network, layers) as found:
+        with capture(self.network, layers) as outputs:
             logits = self.run_network(inputs, self.named(flat))
-        return logits, [found[layer] for layer in layers]
+        return logits, [outputs[layer] for layer in layers]
 
     @property
     def rhos(self) -> set[str]:
@@ -235,112 +163,6 @@ class Posterior(nn.Module):
         """Names of the parameters that weight decay leaves alone: all that `decayed` does not name, and all scales."""
         return {name for name, _ in self.named_parameters()} - self.decayed | self.scales
 
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments that rebuild this posterior, as JSON-ready values."""
-        raise NotImplementedError
-
-    @classmethod
-    def of_kind(cls, kind: str) -> type[Posterior]:
-        """Return the posteriors' class of a kind, such as ``mean_field``.
-
-        A class of one's own is found under its ``kind`` once its module has been imported; where that is
-        ``package.module:Class``, it is imported.
-        """
-        if kind in _MODULES:
-            importlib.import_module(_MODULES[kind])
-        elif ":" in kind and kind not in Posterior._kinds:
-            imported(kind, "posterior")
-        if kind not in Posterior._kinds:
-            meant = "; did you mean 'mean_field', a Gaussian a weight?" if kind in _MEAN_FIELD else ""
-            known = {*_MODULES, *Posterior._kinds}
-            raise InputError(f"there is no kind '{kind}'{meant or nearest(kind, known)}")
-        return Posterior._kinds[kind]
-
-    # ---- its options in a recipe, all of which are arguments of its constructor -----------------------------------
-
-    @classmethod
-    def recipe_options(cls) -> type[PosteriorOptions]:
-        """Return the schema of its options in a recipe."""
-        return options_of(cls)  # type: ignore[arg-type]  # of a class, which is hashable
-
-    @classmethod
-    def option_fields(cls) -> dict[str, tuple[Any, Any]]:
-        """Return type and default of each option in a recipe; see the class."""
-        return constructor_fields(cls)
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options that are each valid but contradict each other, by a `ValueError`."""
-
-    @classmethod
-    def arguments_of(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the constructor that a recipe's options mean."""
-        return dict(options)
-
-    @classmethod
-    def needs_start(cls, options: Mapping[str, Any]) -> str:  # noqa: ARG003
-        """Return why a peer of these options has to start from something; "" where it need not."""
-        return ""
-
-    @classmethod
-    def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
-        """Return what takes its place in checks before what it is made of has been trained.
-
-        For kinds that are made of a posterior, as `made_from` is.
-
-        Args:
-            network: any module.
-            options: of the recipe.
-            seed: with ``name``, where its draws live.
-            name: the peer's.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def made_from(
-        cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
-    ) -> Posterior:
-        """Make it of a trained posterior.
-
-        Args:
-            posterior: trained; it is not changed.
-            network: of the same architecture.
-            options: of the recipe.
-            split: training inputs.
-            seed: with ``name``, where its draws live.
-            name: the peer's.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def varies(cls, options: Mapping[str, Any]) -> bool:  # noqa: ARG003
-        """Return whether posteriors of these options predict by draws that differ."""
-        return cls.stochastic
-
-    def forward_members(
-        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...).
-
-        Args:
-            inputs: (B, ...).
-            noise: (noise_size,); None for the mean weights.
-            layers: whose outputs are wanted.
-        """
-        flat, _, extra = self.training_weights(noise)
-        logits, outputs = self.training_pass(inputs, flat, extra, layers)
-        shape = (self.members, -1)
-        whole = {layer: output.unflatten(0, shape) for layer, output in zip(layers, outputs, strict=True)}
-        return logits.unflatten(0, shape), whole
-
-    def member(self, number: int | Tensor) -> Weights:  # noqa: ARG002
-        """Return the mean weights of one of its members; a posterior of one has no other."""
-        return self.centre()
-
-    def average(self, merge: Any) -> nn.Module:
-        """Return one network that its members are averaged to, in one of the ways of `averages`."""
-        raise NotImplementedError
-
     def end_epoch(
         self,
         moments: Mapping[str, Mapping[str, Tensor]],  # noqa: ARG002
@@ -362,20 +184,35 @@ class Posterior(nn.Module):
             augment: names of the augmentations that it has learnt with.
         """
 
+    # ---- what it can be asked ----------------------------------------------------------------------------------------
+
+    def forward_members(
+        self, inputs: Tensor, noise: Tensor | None = None, layers: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return logits (members, B, C) and the outputs (members, B, ...) of the named layers, of inputs (B, ...).
+
+        Args:
+            inputs: (B, ...).
+            noise: (noise_size,); None for the mean weights.
+            layers: whose outputs are wanted.
+        """
+        flat, _, extra = self.training_weights(noise)
+        logits, outputs = self.training_pass(inputs, flat, extra, layers)
+        shape = (self.members, -1)
+        whole = {layer: output.unflatten(0, shape) for layer, output in zip(layers, outputs, strict=True)}
+        return logits.unflatten(0, shape), whole
+
+    def member(self, number: int | Tensor) -> Weights:  # noqa: ARG002
+        """Return the mean weights of one of its members; a posterior of one has no other."""
+        return self.centre()
+
+    def average(self, merge: Any) -> nn.Module:  # noqa: ARG002
+        """Return one plain network that predicts in one pass, in one of the ways of `averages`: of the mean weights."""
+        return self.materialise()
+
     def counts(self) -> dict[str, int]:
         """Return how many weights are stored in which way, for records; nothing where each has its own numbers."""
         return {}
-
-    def flat_tensors(self) -> dict[str, Tensor]:
-        """Return the flat tensors in the shape of ``layout`` that a file must hold, by name."""
-        return {"mean": self.mean}
-
-    # ---- what follows from them -----------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the weights are on."""
-        return self.mean.device
 
     def kl(self, reduction: Reduction = "sum", weights: Weights | None = None) -> Tensor:
         """Return KL(q ‖ prior): ``sum`` = Σ_i KL_i, or ``layer_mean`` = Σ_l mean_{i∈l} KL_i. A scalar, in nats.
@@ -386,70 +223,6 @@ class Posterior(nn.Module):
         """
         per_weight = self.kl_per_weight(weights)
         return per_weight.sum() if reduction == "sum" else self.layer_mean_sum(per_weight)
-
-    def layer_mean_sum(self, values: Tensor) -> Tensor:
-        """Return Σ_l mean_{i∈l} values_i over the Bayesian tensors l, for values of shape (size,)."""
-        return torch.dot(values, self._inverse_sizes)
-
-    def centre(self) -> Weights:
-        """Return the mean weights."""
-        return self.weights(self.mean)
-
-    def weights(self, flat: Tensor, std: Tensor | None = None) -> Weights:
-        """Return all parameters by name, with the Bayesian ones taken from ``flat`` (size,).
-
-        Args:
-            flat: the Bayesian weights.
-            std: their standard deviations, if a term may need them.
-        """
-        return Weights(self.named(flat), flat, std)
-
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return all parameters by name, as a plain dict of views."""
-        tensors = self.layout.views(flat) | self.rest_layout.views(self.rest)
-        tensors |= {alias: tensors[name] for alias, name in self.aliases.items()}
-        return tensors
-
-    def forward(self, inputs: Tensor, weights: Weights | None = None) -> Tensor:
-        """Return logits (B, C) of one draw (the mean weights by default); images in [0, 1] or uint8."""
-        return self.run_network(inputs, weights if weights is not None else self.centre())
-
-    def run_network(self, inputs: Tensor, tensors: dict[str, Tensor], network: nn.Module | None = None) -> Tensor:
-        """Return the network's output with the named tensors in the places of its parameters.
-
-        Args:
-            inputs: (B, ...).
-            tensors: parameters by name.
-            network: in the place of its own.
-        """
-        network = self.network if network is None else network
-        inputs = prepared(inputs)
-        if self.plain_memory:
-            inputs = inputs.contiguous()
-            tensors = {name: t.contiguous() if t.dim() == 4 else t for name, t in tensors.items()}
-        if self.plain_memory or torch.compiler.is_compiling():  # before it compiles, a network has been tried
-            return _called(network, tensors, inputs)
-        try:
-            return _called(network, tensors, inputs)
-        except RuntimeError as error:
-            if "view size is not compatible" not in str(error):
-                raise
-        self.plain_memory = True  # a network that calls view on what it takes to lie channel by channel
-        return self.run_network(inputs, tensors, network)
-
-    def forward_features(
-        self, inputs: Tensor, weights: Weights, layers: Sequence[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return logits and the outputs of the named layers.
-
-        Args:
-            inputs: (B, ...).
-            weights: a draw.
-            layers: whose outputs are wanted.
-        """
-        with capture(self.network, layers) as found:
-            logits = self(inputs, weights)
-        return logits, found
 
     def predict(self, images: Tensor, draws: int = 50, **options: Any) -> Prediction:
         """Average the probabilities of ``draws`` networks; see `peerbayes.inference.prediction.predict`.
@@ -465,45 +238,7 @@ class Posterior(nn.Module):
 
         return predict(self, images, draws, **options)
 
-    def materialise(self, weights: Weights | None = None) -> nn.Module:
-        """Return a plain copy of the network that holds one draw (the mean weights by default), in evaluation mode."""
-        plain = copy.deepcopy(self.network)
-        made: dict[str, nn.Parameter] = {}
-        for name, tensor in (weights if weights is not None else self.centre()).items():
-            canonical = self.aliases.get(name, name)
-            if canonical not in made:
-                made[canonical] = nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
-            owner, _, leaf = name.rpartition(".")
-            plain.get_submodule(owner)._parameters[leaf] = made[canonical]
-        release_recurrent_weights(plain)
-        # In training mode its first prediction would use, and change, batch-norm's statistics.
-        return plain.eval()
-
-    def normalise(self, normalize: Choice, inputs: Inputs, started: bool = False, who: str = "the network") -> None:
-        """Put the normalisation that the network expects in front of it; see `peerbayes.networks.normalised`.
-
-        Args:
-            normalize: what that is.
-            inputs: shape and statistics of the data.
-            started: the weights are known to be trained ones.
-            who: the network, for messages.
-        """
-        network = copy.copy(self.network)  # another object: what predictions keep by it is made anew
-        network._buffers = dict(network._buffers)
-        network._non_persistent_buffers_set = set(network._non_persistent_buffers_set)
-        tensors = self.named(self.mean.detach())
-        settle(
-            network,
-            normalize,
-            inputs,
-            run=lambda images: self.run_network(images, tensors),
-            tensors=tensors,
-            started=started,
-            who=who,
-        )
-        if normalization_of(network) != normalization_of(self.network):
-            self.network = network
-        carry_over(network, self.network)
+    # ---- its file ----------------------------------------------------------------------------------------------------
 
     def description(self) -> dict[str, Any]:
         """Return what a file says beside the tensors, as JSON-ready values, without a temperature of 1."""
@@ -512,40 +247,6 @@ class Posterior(nn.Module):
         about |= {} if self.temperature == 1 else {"temperature": float(self.temperature)}
         about |= {} if self.certificate is None else {"certificate": self.certificate.model_dump(exclude_none=True)}
         return about | describe(self.network)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return every tensor by its place and the network's own name: ``mean/a.weight``, ``rest/bn.bias``."""
-        tensors = {
-            f"{part}/{name}": view
-            for part, flat in self.flat_tensors().items()
-            for name, view in self.layout.views(flat).items()
-        }
-        tensors |= {f"rest/{name}": view for name, view in self.rest_layout.views(self.rest).items()}
-        return tensors | {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
-
-    def __repr__(self) -> str:
-        # With the parameters in their places, without which layers would say that they have no bias, or nothing at all.
-        shown = copy.copy(self)
-        shown._modules = self._modules | {"network": self.materialise()}
-        return nn.Module.__repr__(shown)
-
-    def digest(self) -> str:
-        """Return a digest of all tensors that it predicts with; the temperature, which makes no draw, is none."""
-        # Anchors are of training alone, and files may be without them.
-        return digest_of({name: tensor for name, tensor in self.state().items() if not name.startswith("anchor/")})
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
-
-        Args:
-            tensors: by place and name.
-            origin: where they come from, which begins the error.
-        """
-        own = self.state()
-        require_same(tensors, own, origin)
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
     def save(self, path: str | Path, anchors: bool = True) -> None:
         """Write the posterior to one safetensors file, atomically; without ``anchors`` for predictions alone.
@@ -580,8 +281,8 @@ class Posterior(nn.Module):
         """Return the posterior of a file's tensors and description."""
         kind, options, seed, name = (about.get(key) for key in ("kind", "options", "seed", "name"))
         with within(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}"), in_run():
-            found = Posterior.of_kind(str(kind))
-        if not issubclass(found, cls):
+            made = Posterior.of_kind(str(kind))
+        if not issubclass(made, cls):
             raise InputError(f"{path}: holds a posterior of kind {kind!r}, expected {cls.__name__}")
         if not isinstance(options, dict) or type(seed) is not int or not isinstance(name, str):
             raise InputError(f"{path}: its description lacks options, a seed or a name")
@@ -595,7 +296,7 @@ class Posterior(nn.Module):
         certificate = about.get("certificate")
         promised = None if certificate is None else Certificate.parse(certificate, f"{path}: certificate")
         try:
-            posterior = found(network, **found._chosen_in(tensors), **options)
+            posterior = made(network, **made._chosen_in(tensors), **options)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
@@ -627,28 +328,10 @@ class Posterior(nn.Module):
         """
         return tensors
 
-    def _adopt(
-        self, source: Mapping[str, Tensor], origin: str, chosen: dict[str, Tensor], others: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        kept = self.network.state_dict()
-        require_same(source, chosen | others | kept, origin)
-        self.network.load_state_dict(source, strict=False)
-        return {n: source[n].to(t) for n, t in chosen.items()}, {n: source[n].to(t) for n, t in others.items()}
 
-
-def _called(network: nn.Module, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
-    logits: Tensor = torch.func.functional_call(network, tensors, (inputs,), tie_weights=False)
-    return logits
-
-
-def _state_of(source: Source, network: nn.Module) -> dict[str, Tensor]:
-    if isinstance(source, str | Path):
-        kind, tensors = storage.read_state(Path(source))
-        if kind in (None, "point", "mean_field"):
-            return tensors
-        source = Posterior.load(source, network)  # whose mean weights are made of several tensors
-    if isinstance(source, Posterior):
-        return dict(source.materialise().state_dict())
-    if isinstance(source, nn.Module):
-        return dict(source.state_dict())
-    return dict(source)
+def _state_in(path: Path, network: nn.Module) -> dict[str, Tensor]:
+    kind, tensors = storage.read_state(path)
+    if kind in (None, "point", "mean_field"):
+        return tensors
+    # Other kinds make their mean weights of several tensors.
+    return dict(Posterior.load(path, network).materialise().state_dict())

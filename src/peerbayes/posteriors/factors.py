@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, integers, uniform
 from peerbayes.networks.features import capture
+from peerbayes.networks.network_state import evaluating, kept_buffers
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.network_state import evaluating, kept_buffers
 
 TRIED = 4  # rows of each member in a trial
 NUMBERS = 1000  # compared numbers of a row

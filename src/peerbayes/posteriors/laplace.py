@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,8 +13,9 @@ from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
 from peerbayes.networks.features import find_layer
-from peerbayes.posteriors.base import Source, Weights
-from peerbayes.posteriors.network_state import evaluating
+from peerbayes.networks.network_state import evaluating
+from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 from peerbayes.schema import PositiveFloat
@@ -58,7 +59,9 @@ class Laplace(Point):
     """
 
     kind: ClassVar[str] = "laplace"
+    in_words: ClassVar[str] = "a Gaussian around the last layer, of the curvature of its loss"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
 
     scale: Tensor
     bias_scale: Tensor
@@ -94,9 +97,9 @@ class Laplace(Point):
             self.register_buffer(part, torch.zeros(shape, device=self.device), persistent=False)
         self._parts = [*shapes, "precision"]
         self._tried = False
-        self._note()
+        self._derive()
 
-    def _note(self) -> None:
+    def _derive(self) -> None:
         """Remember on the host what the device knows: whether draws differ."""
         self.stochastic = bool(self.precision > 0)  # type: ignore[misc]
 
@@ -150,7 +153,7 @@ class Laplace(Point):
         self.rotation_in.copy_(rotation_in)
         self.rotation_out.copy_(rotation_out)
         self.precision.fill_(precision)
-        self._note()
+        self._derive()
 
     def _factors(self, split: Split) -> tuple[Tensor, Tensor]:
         """Return Σ a aᵀ and Σ (diag(p) − p pᵀ) over a split, float64."""
@@ -209,17 +212,6 @@ class Laplace(Point):
     def state(self) -> dict[str, Tensor]:
         """Return every tensor by its place, with those of the curvature by ``laplace/scale`` and the like."""
         return super().state() | {f"laplace/{part}": getattr(self, part) for part in self._parts}
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
-
-        Args:
-            tensors: what `state` returned.
-            origin: where they are from, for messages.
-        """
-        super().load_state(tensors, origin)
-        self._note()
 
 
 def _last_layer(network: nn.Module) -> str:

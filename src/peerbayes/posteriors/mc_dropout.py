@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
-from peerbayes.posteriors.base import Source, Weights
-from peerbayes.posteriors.network_state import evaluating
+from peerbayes.networks.network_state import evaluating
+from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of
 from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance
@@ -49,7 +50,9 @@ class MCDropout(Point):
     """
 
     kind: ClassVar[str] = "mc_dropout"
+    in_words: ClassVar[str] = "one set of weights, of which dropout leaves out others in each draw"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
 
     def __init__(
         self,
@@ -130,17 +133,17 @@ class MCDropout(Point):
 class _Masked(nn.Module):
     """Dropout that, in evaluation mode, leaves out what its key says; a key of 0 leaves out nothing."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, device: torch.device | None) -> None:
         super().__init__()
         self.layer, self.p, self.whole = layer, float(layer.p), isinstance(layer, CHANNELS)  # type: ignore[arg-type]
-        self.key = nn.Parameter(torch.zeros(()))
+        self.key = nn.Parameter(torch.zeros((), device=device))
         self.met = False  # whether it has been called
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.met = True
         if self.training:
-            found: Tensor = self.layer(inputs)
-            return found
+            outputs: Tensor = self.layer(inputs)
+            return outputs
         shape = inputs.shape[1:2] + (1,) * (inputs.dim() - 2) if self.whole else inputs.shape[1:]
         begin = (self.key.detach().float() * 2.0**24).to(torch.int64).reshape(1)
         stays = (uniform_from(begin, math.prod(shape)) >= self.p).float() / (1 - self.p)
@@ -150,11 +153,12 @@ class _Masked(nn.Module):
 def _masked(network: nn.Module) -> nn.Module:
     """Return a copy of a network whose layers of dropout take a key."""
     masked, count = copy.deepcopy(network), 0
+    device = next((parameter.device for parameter in network.parameters()), None)
     for name, module in list(masked.named_modules()):
         if isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
             raise InputError(f"mc_dropout knows nn.Dropout, 1d, 2d and 3d, and '{name}' is a {type(module).__name__}")
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d) and name and 0 < module.p < 1:
-            masked.set_submodule(name, _Masked(module))
+            masked.set_submodule(name, _Masked(module, device))
             count += 1
     if not count:
         raise InputError(

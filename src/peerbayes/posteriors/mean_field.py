@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal
-from peerbayes.posteriors.base import Posterior, Source, Weights
+from peerbayes.posteriors.base import Posterior, Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.initial_scales import initial_rho
-from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, weight_layers
+from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, linear_alone, weight_layers
 from peerbayes.schema import PositiveFloat
 
 
@@ -59,6 +60,7 @@ class MeanField(Posterior):
     anchor: Tensor
 
     kind: ClassVar[str] = "mean_field"
+    in_words: ClassVar[str] = "a Gaussian over every weight"
     stochastic: ClassVar[bool] = True
     shareable: ClassVar[bool] = True
 
@@ -103,11 +105,11 @@ class MeanField(Posterior):
         """Return type and default of each option in a recipe; see `peerbayes.MeanField`.
 
         Recipes keep what they have always meant: scales of ``rho`` = -3 where nothing else is given, and Bayesian are
-        convolutions, linear and attention layers. ``layers`` is the choice of Python, with recurrent and embedding
-        layers.
+        convolutions, linear and attention layers, which ``linear`` asks for by name, without a warning where they have
+        few of the weights. ``layers`` is the choice of Python, with recurrent and embedding layers.
         """
         names = Annotated[list[str], Field(min_length=1)]
-        bayesian = (names | Literal["layers"] | None, None)
+        bayesian = (names | Literal["layers", "linear"] | None, None)
         return super().option_fields() | {"rho": (float, -3.0), "bayesian": bayesian}
 
     @classmethod
@@ -119,7 +121,7 @@ class MeanField(Posterior):
     @classmethod
     def arguments_of(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the constructor that a recipe's options mean."""
-        given, chosen = options["bayesian"], {None: conv_and_linear, "layers": None}
+        given, chosen = options["bayesian"], {None: conv_and_linear, "linear": linear_alone, "layers": None}
         bayesian = given if isinstance(given, list) else chosen[given]
         return {**options, "bayesian": bayesian} | ({"rho": None} if _instead_of_rho(options) else {})
 
@@ -134,7 +136,8 @@ class MeanField(Posterior):
             largest = max(others, key=lambda name: others[name].numel())
             warnings.warn(
                 f"{network}: {self.extra_repr()}; all others, '{largest}' above all, are trained as in a plain "
-                "network; patterns of their names choose them, such as bayesian=['*'] for all",
+                "network; patterns of their names choose them, such as bayesian=['*'] for all (in recipes "
+                "peers.*.posterior.bayesian)",
                 PeerbayesWarning,
                 stacklevel=3,
             )

@@ -31,6 +31,16 @@ def conv_and_linear(_name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd | nn.Linear | nn.MultiheadAttention)
 
 
+def linear_alone(name: str, module: nn.Module) -> bool:
+    """`conv_and_linear` where a recipe asks for it by name, and knows what it leaves out.
+
+    Args:
+        name: the parameter's.
+        module: that owns it.
+    """
+    return conv_and_linear(name, module)
+
+
 def weight_layers(name: str, module: nn.Module) -> bool:
     """The default choice of `MeanField`: `conv_and_linear`, recurrent layers, and embeddings.
 
@@ -147,13 +157,13 @@ def _newly_infinite(given: Tensor, expected: Tensor) -> bool:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of tensors and their names, whatever device they are on."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors):
         # One number of a longer row is contiguous to torch, but no bytes: it is copied.
         tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def require_same(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], origin: str) -> None:

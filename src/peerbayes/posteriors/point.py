@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.base import Posterior, Weights
+from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.flat_network import Weights
 
 
 class Point(Posterior):
@@ -32,8 +33,10 @@ class Point(Posterior):
     """
 
     kind: ClassVar[str] = "point"
+    in_words: ClassVar[str] = "one set of weights"
     stochastic: ClassVar[bool] = False
     has_scales: ClassVar[bool] = False
+    averages: ClassVar[tuple[str, ...]] = ()
 
     def draw(self, address: Address) -> Weights:  # noqa: ARG002
         """Return the weights; every address gives the same."""

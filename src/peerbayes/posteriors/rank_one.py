@@ -15,8 +15,9 @@ from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
 from peerbayes.networks.features import capture
-from peerbayes.posteriors.base import Posterior, Reduction, Source, Weights
+from peerbayes.posteriors.base import Posterior, Reduction, Source
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat
@@ -72,6 +73,7 @@ class RankOne(Posterior):
     """
 
     kind: ClassVar[str] = "rank_one"
+    in_words: ClassVar[str] = "members that share their weights"
     stochastic: ClassVar[bool] = True  # unless it predicts by the average of its members
     averages: ClassVar[tuple[str, ...]] = get_args(Merge)
 

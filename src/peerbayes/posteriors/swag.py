@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
-from peerbayes.posteriors.base import Source, Weights
+from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.posteriors.point import Point
 
@@ -52,7 +53,9 @@ class Swag(Point):
     """
 
     kind: ClassVar[str] = "swag"
+    in_words: ClassVar[str] = "a Gaussian through the last weights of SGD"
     stochastic: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("mean",)
     shareable: ClassVar[bool] = True
 
     collected: Tensor
@@ -78,9 +81,9 @@ class Swag(Point):
         self.register_buffer("kept", rows, persistent=False)
         self.register_buffer("collected", torch.zeros((), dtype=torch.int64, device=self.device), persistent=False)
         self.register_buffer("settled", torch.zeros((), dtype=torch.int64, device=self.device), persistent=False)
-        self._note()
+        self._derive()
 
-    def _note(self) -> None:
+    def _derive(self) -> None:
         """Remember on the host what the device knows: whether draws differ, and of how many sets of weights."""
         self.count = min(int(self.collected), self.rank)
         self.stochastic = bool(self.settled)  # type: ignore[misc]
@@ -102,7 +105,7 @@ class Swag(Point):
             self.settled.zero_()
         self.kept[int(self.collected) % self.rank] = torch.cat([self.mean, self.rest])
         self.collected.add_(1)
-        self._note()
+        self._derive()
         return {}
 
     @torch.no_grad()
@@ -117,7 +120,7 @@ class Swag(Point):
         self.mean.copy_(mean)
         self.rest.copy_(rest)
         self.settled.fill_(1)
-        self._note()
+        self._derive()
 
     def conclude(self, split: Split, augment: Sequence[str]) -> None:
         """Settle the Gaussian, and estimate batch-norm's statistics under it; what has not learnt stays as it is.
@@ -156,8 +159,8 @@ class Swag(Point):
         """Return the weights of the Gaussian that live at an address; all the same before training has ended."""
         if not self.stochastic:
             return self.centre()
-        own, low = normal(address, self.layout.size + self.count, self.device).split([self.layout.size, self.count])
-        wide = torch.addcmul(self.mean, self._variance.mul_(0.5).sqrt_(), own)
+        noise, low = normal(address, self.layout.size + self.count, self.device).split([self.layout.size, self.count])
+        wide = torch.addcmul(self.mean, self._variance.mul_(0.5).sqrt_(), noise)
         return self.weights(torch.addmv(wide, self._deviations.T, low, alpha=1 / math.sqrt(2 * (self.count - 1))))
 
     def options(self) -> dict[str, Any]:
@@ -170,17 +173,6 @@ class Swag(Point):
         rows = self.kept.split([*self.layout.sizes, *self.rest_layout.sizes], 1)
         counts = {"swag/collected": self.collected, "swag/settled": self.settled}
         return super().state() | dict(zip(names, rows, strict=True)) | counts
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior; nothing is changed unless everything fits.
-
-        Args:
-            tensors: what `state` returned.
-            origin: where they are from, for messages.
-        """
-        super().load_state(tensors, origin)
-        self._note()
 
 
 class _AtDraws(nn.Module):

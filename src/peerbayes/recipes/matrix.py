@@ -39,7 +39,7 @@ def expand(file: Mapping[str, Any], origin: str) -> dict[str, dict[str, Any]]:
         file: the parsed file.
         origin: its name, for messages.
     """
-    found: dict[str, dict[str, Any]] = {}
+    recipes: dict[str, dict[str, Any]] = {}
     axes, bases = file.get("axes", {}), file.get("base", {})
     for row in file["rows"]:
         over = row.get("over", {})
@@ -52,9 +52,11 @@ def expand(file: Mapping[str, Any], origin: str) -> dict[str, dict[str, Any]]:
                 lines = [*(line for value in words.values() for line in value.get("set", [])), *lines]
             if "base" in recipe:
                 recipe["base"] = bases[recipe["base"]]
-            before = found.get(name, {"set": []})
-            found[name] = before | recipe | {"set": [*before["set"], *(_filled(line, words, origin) for line in lines)]}
-    return found
+            before = recipes.get(name, {"set": []})
+            recipes[name] = (
+                before | recipe | {"set": [*before["set"], *(_filled(line, words, origin) for line in lines)]}
+            )
+    return recipes
 
 
 def _filled(text: str, words: Mapping[str, Mapping[str, Any]], origin: str) -> str:

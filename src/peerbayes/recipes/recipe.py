@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.networks.checkpoint import is_checkpoint
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.recipes.packaged import packaged, parsed, rows
 from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
@@ -110,13 +110,13 @@ def over_epochs(recipe: Recipe, epochs: int) -> Recipe:
         raise InputError(f"epochs is {epochs!r}, expected at least {len(recipe.stages)}, one a stage of {recipe.name}")
     table, ratio = recipe.model_dump(exclude_none=True), epochs / max(1, recipe.epochs)
     begun = scaled = 0
-    for place, stage in enumerate(table["stages"]):
+    for index, stage in enumerate(table["stages"]):
         begun += stage["epochs"]
-        left = len(table["stages"]) - place - 1  # each of them keeps one
+        left = len(table["stages"]) - index - 1  # each of them keeps one
         stage["epochs"] = min(max(1, round(begun * ratio) - scaled), epochs - scaled - left)
         scaled += stage["epochs"]
         stage["warmup"] *= ratio
-        stage["lr_milestones"] = sorted({max(1, round(one * ratio)) for one in stage["lr_milestones"]})
+        stage["lr_milestones"] = sorted({max(1, round(milestone * ratio)) for milestone in stage["lr_milestones"]})
         for options in stage["terms"].values():
             _scale_schedules(options, ratio)
     return Recipe.parse(table, f"recipe {recipe.name}")
@@ -170,7 +170,7 @@ def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
             yield from _lines([*path, key], before.get(key, ...), value)  # which equals nothing
         return
     tables = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
-    if tables and all(isinstance(one, dict) for one in (*before, *after)):
+    if tables and all(isinstance(item, dict) for item in (*before, *after)):
         for place, pair in enumerate(zip(before, after, strict=True)):
             yield from _lines([*path, str(place)], *pair)
         return
@@ -199,8 +199,8 @@ def without_folders(recipe: Recipe) -> Recipe:
 def _toml(value: Any) -> str:
     """Return a value as TOML in one line; ``none`` for what is not given, which TOML has no word for."""
     if isinstance(value, dict):
-        given = {_toml_key(key): _toml(one) for key, one in value.items() if one is not None}
-        return f"{{{', '.join(f'{key} = {one}' for key, one in given.items())}}}"
+        given = {_toml_key(key): _toml(item) for key, item in value.items() if item is not None}
+        return f"{{{', '.join(f'{key} = {item}' for key, item in given.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     if value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from peerbayes import networks
 from peerbayes.data.dataset import Dataset, load
@@ -11,7 +12,7 @@ from peerbayes.data.vocabulary import TextOptions, Vocabulary
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe import Recipe
 
-FEWEST, STEPS = 16, 8  # images in a batch, and batches in an epoch, at least, of a recipe that is fitted to its data
+FEWEST, STEPS = 16, 32  # images in a batch, and batches in an epoch, at least, of a recipe that is fitted to its data
 
 
 def load_data(recipe: Recipe, root: str | Path | None = None, vocabulary: Vocabulary | None = None) -> Dataset:
@@ -67,11 +68,11 @@ def fitted_to(recipe: Recipe, loaded: Dataset) -> Recipe:
 def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
     asked = loaded.stats is not None
-    found = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
+    inputs = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
     known = loaded.vocabulary
     if known is None:
-        return found
-    return replace(found, tokens=known.size, dimension=known.dimension, padding=known.padding)
+        return inputs
+    return replace(inputs, tokens=known.size, dimension=known.dimension, padding=known.padding)
 
 
 def refuse_other_words(folder: Path, loaded: Dataset) -> None:
@@ -87,3 +88,36 @@ def refuse_other_words(folder: Path, loaded: Dataset) -> None:
     if replace(Vocabulary.load(path), length=0) != replace(loaded.vocabulary, length=0):
         raise InputError(f"{path}: has other numbers for words than those made of the training split of {loaded.name} "
                          "here; expected the texts and data.text that the run was trained with")  # fmt: skip
+
+
+def set_data(
+    table: dict[str, Any], data: Any, root: str | Path | None = None, vocabulary: Vocabulary | None = None
+) -> Dataset | None:
+    """Let a recipe's table name other data, of any number of classes; return them where they come from Python.
+
+    Args:
+        table: of a recipe, which is changed.
+        data: a data set, or what `peerbayes.data.load` takes; objects are split as the table says.
+        root: data root.
+        vocabulary: to use for texts.
+    """
+    options = table["data"]
+    options.pop("classes", None)
+    if isinstance(data, str | Path):
+        options["name"] = str(data)
+        return None
+    if isinstance(data, Dataset):
+        loaded = data
+    else:
+        text = None if options.get("text") is None else TextOptions(**options["text"])
+        chosen = {key: options.get(key) for key in ("size", "stats")}
+        loaded = load(
+            data, root=root, validation=options.get("validation", 0), text=text, vocabulary=vocabulary, **chosen
+        )
+    if isinstance(data, Dataset):
+        for key in ("size", "stats", "text"):
+            options.pop(key, None)
+        options["validation"] = 0
+        options |= {key: value for key, value in (loaded.origin or {}).items() if value is not None}
+    options["name"] = loaded.origin["name"] if loaded.origin is not None else loaded.name
+    return loaded

@@ -9,8 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from peerbayes.data.transforms.augment import AUGMENTATIONS
 from peerbayes.errors import InputError, nearest
-from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.recipe_options import PosteriorOptions
+from peerbayes.posteriors.kinds import PosteriorKind, PosteriorOptions
 from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat, PositiveInt, Strict, fault, nested
 from peerbayes.terms.definition import find as find_term
 
@@ -89,7 +88,12 @@ class Peer(Strict):
             return given
         if not isinstance(given, dict):
             raise PydanticCustomError("table", "input should be a table such as {kind = 'mean_field'}")
-        table = PosteriorOptions if "kind" not in given else _posterior(given["kind"]).recipe_options()
+        table = PosteriorOptions
+        if "kind" in given:
+            try:
+                table = PosteriorKind.of_kind(str(given["kind"])).recipe_options()
+            except InputError as error:
+                raise fault(str(error), "kind") from None
         try:
             return table.model_validate(given)
         except ValidationError as error:
@@ -101,13 +105,6 @@ class Peer(Strict):
         if self.network != CUSTOM and self.start_from is None and (why := self.posterior.needs_start()):
             raise ValueError(f"peer '{self.name}' {why}")
         return self
-
-
-def _posterior(kind: Any) -> type[Posterior]:
-    try:
-        return Posterior.of_kind(str(kind))
-    except InputError as error:
-        raise fault(str(error), "kind") from None
 
 
 class TeacherOptions(Strict):
@@ -245,13 +242,13 @@ class Stage(Strict):
     def _valid_terms(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not given:
             raise ValueError("a stage needs at least one term")
-        found = {}
+        terms = {}
         for name, options in given.items():
             try:
-                found[name] = find_term(name).schema.model_validate(options).model_dump(exclude_none=True)
+                terms[name] = find_term(name).schema.model_validate(options).model_dump(exclude_none=True)
             except ValidationError as error:
                 raise nested(error, name, options) from None
-        return found
+        return terms
 
 
 class Evaluation(Strict):

@@ -14,7 +14,7 @@ _get, __dir__ = lazy(
     {
         "Record": "reports.record",
         "differences": "reports.tables",
-        "evaluate": "reports.records",
+        "evaluate": "reports.evaluating",
         "predict_inputs": "reports.predictions",
         "sizes": "reports.file_sizes",
         "text_table": "reports.tables",

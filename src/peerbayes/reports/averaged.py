@@ -1,9 +1,9 @@
-"""How a rank-one student does as one network, by the way in which its members are averaged."""
+"""What a posterior predicts as one plain network, in one pass, by the way in which its weights are averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,37 +11,39 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.inference.recalibration import recalibrate
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.point import Point
-from peerbayes.reports.out_of_distribution import Predict
 
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from peerbayes.reports.out_of_distribution import Predict
+
 RECALIBRATED = "recalibrated"  # with batch-norm's statistics estimated anew on the training images
 
 
-def judge_averages(
-    student: Posterior,
+def predict_averages(
+    posterior: Posterior,
     name: str,
     loaded: Dataset,
     augment: Sequence[str],
     predict: Predict,
-    judge: Callable[[Tensor, Tensor | None], Record],
-) -> dict[str, Record]:
-    """Return figures of each average of a student's members, as it is and recalibrated, by the way it is made.
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Return what each average of a posterior predicts, as it is and recalibrated, by the way it is made.
 
     Args:
-        student: where it is; it is not changed.
+        posterior: where it is; it is not changed.
         name: its name.
         loaded: the data set.
         augment: how the training images were augmented, as they are for new statistics of batch-norm.
         predict: makes log-probabilities.
-        judge: makes figures of those of the test split and, where there is one, the validation split.
+
+    Returns:
+        Log-probabilities (N, C) of the test split and, where there is one, the validation split.
     """
-    found = {}
-    for merge in student.averages:
-        network = student.average(merge)
+    predicted = {}
+    for merge in posterior.averages:
+        network = posterior.average(merge)
         for way in (merge, f"{merge}, {RECALIBRATED}"):
             if way != merge:
                 recalibrate(network, loaded.train, augment=augment)
             one = Point(network)
             held = None if loaded.validation is None else predict(one, name, loaded.validation)
-            found[way] = judge(predict(one, name, loaded.test), held)
-    return found
+            predicted[way] = predict(one, name, loaded.test), held
+    return predicted

@@ -20,22 +20,26 @@ from numpy.typing import NDArray
 
 from peerbayes.posteriors import storage
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import RANKINGS, grouped, retention_by, title
 
 MARKERS = "os^DvPX"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
 def rendered(figure: Figure, kind: str = "png") -> bytes:
-    """Return a figure as the bytes of a file; a ``$`` in its texts is that sign, not the beginning of a formula."""
+    """Return a figure as the bytes of a file; a ``$`` in its texts is that sign, not the beginning of a formula.
+
+    Args:
+        figure: its texts are changed.
+        kind: of the file: ``png``, ``pdf`` or ``svg``, say.
+    """
     FigureCanvasAgg(figure)
     axes = [axis for one in figure.axes for axis in (one.xaxis, one.yaxis)]
     # Powers on logarithmic axes are matplotlib's own formulas; all other texts have names of users in them.
     powers = {
         id(label)
         for axis in axes
-        for label in axis.get_ticklabels(which="both")
         if isinstance(axis.get_major_formatter(), LogFormatter)
+        for label in axis.get_ticklabels(which="both")
     }
     for text in figure.findobj(Text):
         if id(text) not in powers:
@@ -52,19 +56,13 @@ def png(figure: Figure) -> bytes:
     return rendered(figure)
 
 
-def _series(records: Sequence[Record]) -> list[tuple[str, list[Mapping[str, Any]], str, str]]:
-    # One series a method and peer: label, that peer's records over seeds, colour by method, style by peer.
-    found = []
-    for number, group in enumerate(grouped(records).values()):
-        for place, peer in enumerate(group[0]["peers"]):
-            name = title(group[0]["method"]) + (f" {peer['name']}" if len(group[0]["peers"]) > 1 else "")
-            same = [p for r in group for p in r["peers"] if p["name"] == peer["name"]]
-            found.append((name, same, COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[place % 4]))
-    return found
-
-
 def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
-    """Return a figure of one panel, and its axes."""
+    """Return a figure of one panel, and its axes.
+
+    Args:
+        width: in inches.
+        height: in inches.
+    """
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -73,80 +71,20 @@ def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
 
 
 def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[list[Any]]]:
-    """Return a figure with a grid of axes, by row."""
+    """Return a figure with a grid of axes, by row.
+
+    Args:
+        rows: of axes.
+        columns: of axes.
+        width: of each, in inches.
+        height: of each, in inches.
+    """
     figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.25, linewidth=0.6)
     return figure, [list(row) for row in axes]
-
-
-def retention_figure(records: Sequence[Record]) -> Figure:
-    """Draw the accuracy of the images kept against the share kept, a panel a ranking; a band of one standard error."""
-    figure, (row,) = panels(1, len(RANKINGS), height=4.0)
-    for ranking, axes in zip(RANKINGS, row, strict=True):
-        for name, peers, colour, style in _series(records):
-            curves = [(retention_by(ranking, peer), peer["accuracy"]) for peer in peers]
-            measured = [{**curve, "1.0": accuracy} for curve, accuracy in curves if curve is not None]
-            if not measured:
-                continue
-            kept = np.array([float(share) for share in measured[0]]) * 100
-            values = np.array([list(curve.values()) for curve in measured]) * 100
-            mean = values.mean(0)
-            axes.plot(kept, mean, style, color=colour, label=name, marker="o", markersize=3)
-            if len(values) > 1:
-                error = values.std(0, ddof=1) / math.sqrt(len(values))
-                axes.fill_between(kept, mean - error, mean + error, color=colour, alpha=0.12, lw=0)
-        axes.set_xlabel(f"images kept, by lowest {ranking} (%)")
-        axes.set_ylabel("accuracy of those kept (%)")
-        if axes.get_lines():
-            axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def reliability_figure(records: Sequence[Record]) -> Figure:
-    """Accuracy against confidence, all seeds pooled; the diagonal is perfect calibration."""
-    figure, axes = new_axes()
-    axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
-    for name, peers, colour, style in _series(records):
-        bins = [peer["reliability"] for peer in peers]
-        count = np.array([b["count"] for b in bins], dtype=float)
-        sums = [
-            (np.array([[x if x is not None else 0.0 for x in b[key]] for b in bins]) * count).sum(0)
-            for key in ("confidence", "accuracy")
-        ]
-        total = count.sum(0)
-        # A bin of a handful of images says nothing: the line passes over it.
-        full = total >= max(10, 0.005 * total.sum())
-        axes.plot(
-            sums[0][full] / total[full], sums[1][full] / total[full], style, color=colour, marker="o", markersize=3,
-            label=f"{name} (ECE {np.mean([p['ece'] for p in peers]):.3f})",
-        )  # fmt: skip
-    axes.set_xlabel("confidence")
-    axes.set_ylabel("accuracy")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def entropy_figure(records: Sequence[Record], other: str) -> Figure:
-    """Shares of images by entropy: of the test split (solid) and of another data set (dashed); means over seeds."""
-    figure, axes = new_axes()
-    for number, (name, peers, _, _) in enumerate(_series(records)):
-        found = [peer["out_of_distribution"][other] for peer in peers if other in peer.get("out_of_distribution", {})]
-        found = [one["entropy"] for one in found if "entropy" in one]
-        if not found:
-            continue
-        shares = entropy_shares(found)
-        for key, style in (("inside", "-"), ("outside", "--")):
-            colour = COLOURS[number % len(COLOURS)]
-            label = name if key == "inside" else f"{name}, {other}"
-            heights = [100 * share for share in shares[key]]
-            axes.stairs(heights, shares["edges"], color=colour, linestyle=style, label=label, linewidth=1.3)
-    axes.set_xlabel("entropy (nats)")
-    axes.set_ylabel("images (%)")
-    axes.legend(frameon=False, fontsize=7)
-    return figure
 
 
 def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
@@ -194,7 +132,15 @@ def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], *, digits: int, high: bool) -> Any:
-    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good."""
+    """Draw a table of means, each with its number, and the best cell outlined; ``high``: whether high is good.
+
+    Args:
+        axes: drawn on.
+        means: by row and column; NaN where there is none.
+        best: row and column of the best cell.
+        digits: after the point.
+        high: whether a high mean is good.
+    """
     corner = best[1] - 0.5, best[0] - 0.5
     axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, zorder=3))
     # Bright is good, whichever way the figure goes.
@@ -210,7 +156,12 @@ def draw_heat_map(axes: Any, means: NDArray[np.float64], best: tuple[int, int], 
 
 
 def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
-    """Draw a benchmark's record beside its JSON file; return the picture's path."""
+    """Draw a benchmark's record beside its JSON file; return the picture's path.
+
+    Args:
+        path: the record's JSON file.
+        record: of a benchmark.
+    """
     picture = path.with_suffix(".png")
     storage.write_bytes(picture, png(bench_figure(record)))
     return picture

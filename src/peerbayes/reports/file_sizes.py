@@ -17,10 +17,10 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.importing import trusting
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.reports.out_of_distribution import figures_of
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import find_runs
-from peerbayes.reports.tables import FIGURES
+from peerbayes.reports.scoring import basic_figures
+from peerbayes.reports.tables import COLUMNS
 from peerbayes.runs.plan import source_weights
 from peerbayes.runs.run import Run, peers_at
 from peerbayes.showing import aligned
@@ -125,7 +125,13 @@ def _parts(file: Path) -> dict[str, int]:
 
 
 def paper_count(outliers: int, blended: int, components: int) -> int:
-    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index."""
+    """Return O + E + 2 G: what the fourth paper's tables count, without scales of outliers, covariances and index.
+
+    Args:
+        outliers: O.
+        blended: E.
+        components: G.
+    """
     return outliers + blended + 2 * components
 
 
@@ -153,7 +159,7 @@ class _Judge:
         """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
         options = self.run.recipe.evaluation
         found = self.run.predict_split(name, self.data.test, options.draws, self.device, posterior=posterior)
-        return figures_of(*found[:2], options.ece_bins)
+        return basic_figures(*found[:2], options.ece_bins)
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ def size_table(record: Record) -> str:
     lines += [*aligned([("part", "bytes", share), *rows], left=1), ""]
     if shared:
         lines.append(f"beside {'its own means and scales' if same is None else same}:")
-    judged = {title: how for title, how in FIGURES.items() if how[0] in record["forms"][0]}
+    judged = {title: how for title, how in COLUMNS.items() if how[0] in record["forms"][0]}
     table = [("", "bytes", share, *judged)]
     for form in record["forms"]:
         figures = [f"{form[key] * factor:z.{2 if factor > 1 else 3}f}" for key, factor in judged.values()]

@@ -14,8 +14,8 @@ from pydantic import Field
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.metrics.spread import summarise
 from peerbayes.recipes.settings import CUSTOM
+from peerbayes.reports.evaluating import find_runs
 from peerbayes.reports.record import Alpha, Record, alpha_title
-from peerbayes.reports.records import find_runs
 from peerbayes.runs.plan import folder_of, parents_of
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
@@ -49,6 +49,10 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
 
     Runs of one network and data set may differ in the seed and in the ``varied`` options of the mutual term alone; one
     without a mutual term counts as alpha 0, and may have other peers.
+
+    Args:
+        folders: run folders, or folders of them.
+        varied: options of the mutual term that runs may differ in.
     """
     runs = open_runs(folders, sources=False)
     first: dict[tuple[str, str], Run] = {}
@@ -195,7 +199,12 @@ def read_record(run: Run) -> Record:
 
 
 def over_seeds(runs: Mapping[int, Run], value: Callable[[Run], float]) -> Record:
-    """Return mean and standard error of a figure over runs by seed, and its value by seed."""
+    """Return mean and standard error of a figure over runs by seed, and its value by seed.
+
+    Args:
+        runs: by seed.
+        value: of a run.
+    """
     values = {seed: value(run) for seed, run in sorted(runs.items())}
     summary = summarise(values.values())
     return {"mean": summary.mean, "standard_error": summary.standard_error, "seeds": values}

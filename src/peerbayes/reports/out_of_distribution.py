@@ -20,6 +20,7 @@ from peerbayes.errors import InputError
 from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors.base import Posterior
+from peerbayes.reports.scoring import basic_figures
 
 Record = dict[str, Any]
 Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
@@ -74,15 +75,20 @@ def judge_corrupted(
         if len(peers) > 1:
             log_p[None] = mean_of(torch.stack(list(log_p.values())))
         for peer, values in log_p.items():
-            found.setdefault(peer, {}).setdefault(name, []).append(figures_of(values, split.labels, bins))
+            found.setdefault(peer, {}).setdefault(name, []).append(basic_figures(values, split.labels, bins))
             if (temperature := temperatures.get(peer)) is not None:
-                tempered = figures_of(metrics.temper(values, temperature), split.labels, bins)
+                tempered = basic_figures(metrics.temper(values, temperature), split.labels, bins)
                 found[peer][name][-1] |= {"cnll": tempered["nll"], "cece": tempered["ece"]}
     return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
 
 
 def check_corrupted(loaded: Dataset, source: str) -> None:
-    """Refuse corrupted images that can't be had, before anything is evaluated."""
+    """Refuse corrupted images that can't be had, before anything is evaluated.
+
+    Args:
+        loaded: the data.
+        source: ``made``, ``mixed``, or a folder of the official arrays.
+    """
     if loaded.vocabulary is not None:
         raise InputError(f"{loaded.name} holds texts, expected images to corrupt")
     if source in (MADE, MIXED):
@@ -128,15 +134,6 @@ def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:
             f"shape {loaded.shape} and {loaded.classes} classes"
         )
     return split
-
-
-def figures_of(log_p: Tensor, labels: Tensor, bins: int) -> Record:
-    """Return accuracy, NLL and ECE of log-probabilities (N, C)."""
-    return {
-        "accuracy": metrics.accuracy(log_p.exp(), labels),
-        "nll": metrics.nll_from_log(log_p, labels),
-        "ece": metrics.ece(log_p.exp(), labels, bins),
-    }
 
 
 def _averaged(by_type: Mapping[str, list[Record]], source: str) -> Record:

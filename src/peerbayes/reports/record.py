@@ -18,3 +18,12 @@ def alpha_title(alpha: Alpha) -> str:
         return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
     epochs = f"{alpha['epochs']:g} epoch{'s' * (alpha['epochs'] != 1)}"
     return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {epochs}"
+
+
+def written(record: Record) -> Record:
+    """Return a record as files and ``--json`` have it: without the inputs that a page shows of it.
+
+    Args:
+        record: of `peerbayes.reports.evaluate`.
+    """
+    return {key: value for key, value in record.items() if key != "examples"}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from peerbayes import metrics
 from peerbayes.inference.prediction import entropy_of
-from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
+from peerbayes.metrics.calibration import TEMPERATURE_WIDTH, Reliability
 from peerbayes.reports.record import Record
 
 
@@ -43,11 +43,16 @@ def scored(
         **kept["disagreement" if stochastic else "entropy"],
         "selective": kept,
         "disagreement": float(disagreement.mean()),
-        "reliability": {
-            "count": diagram.count.tolist(),
-            "accuracy": plain(diagram.accuracy),
-            "confidence": plain(diagram.confidence),
-        },
+        "reliability": binned(diagram),
+    }
+
+
+def binned(diagram: Reliability) -> Record:
+    """Return the bins of a reliability diagram for JSON: counts, accuracies and confidences, None in empty ones."""
+    return {
+        "count": diagram.count.tolist(),
+        "accuracy": plain(diagram.accuracy),
+        "confidence": plain(diagram.confidence),
     }
 
 
@@ -97,3 +102,18 @@ def recalibrated(held: Tensor, held_labels: Tensor, log_p: Tensor, labels: Tenso
 def plain(values: Tensor) -> list[float | None]:
     """Return numbers for JSON, with None for NaN."""
     return [None if value != value else value for value in values.tolist()]
+
+
+def basic_figures(log_p: Tensor, labels: Tensor, bins: int) -> Record:
+    """Return accuracy, NLL and ECE of log-probabilities (N, C).
+
+    Args:
+        log_p: log-probabilities, (N, C).
+        labels: (N,).
+        bins: of the ECE.
+    """
+    return {
+        "accuracy": metrics.accuracy(log_p.exp(), labels),
+        "nll": metrics.nll_from_log(log_p, labels),
+        "ece": metrics.ece(log_p.exp(), labels, bins),
+    }

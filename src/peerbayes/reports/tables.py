@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from peerbayes.errors import InputError
-from peerbayes.metrics.spread import paired_difference, summarise
+from peerbayes.metrics.spread import PairedDifference, paired_difference, summarise
 from peerbayes.reports.record import Record, alpha_title
 from peerbayes.showing import aligned
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
-FIGURES = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
-LAST = {name: FIGURES[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
+# Columns of every table of results. A figure of `scoring.scored` needs a line here to be one; records, ensembles and
+# corrupted images that lack it have an empty cell.
+COLUMNS = {"ACC": ("accuracy", 100.0), "NLL": ("nll", 1.0), "ECE": ("ece", 1.0)}
+LAST = {name: COLUMNS[name] for name in ("ACC", "NLL")}  # what is looked at in the last epochs
 CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature scaling on the validation split
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 RANKINGS = ("entropy", "disagreement")  # by which images are kept
-AVERAGED = "averaged"  # where figures of a peer's members as one network stand
+AVERAGED = "averaged"  # where figures of a peer's weights as one network stand
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
@@ -30,13 +32,27 @@ AVERAGE, ENSEMBLE = "average", "ensemble"  # of peers: the mean of their figures
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of."""
+    """One line of a table: a method, a peer (or the average over peers), a cell a figure, and the data they are of.
+
+    ``group`` is the method's key in `grouped`.
+    """
 
     method: str
     peer: str
     seeds: int
     cells: tuple[str, ...]
     data: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method against the one before it: figures by heading, paired over the seeds that both have."""
+
+    names: str
+    peers: str
+    seeds: int
+    figures: Mapping[str, PairedDifference]
 
 
 def title(method: str) -> str:
@@ -61,12 +77,12 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
     for given in map(_with_order, records):
         record, number = given, 1
         while any(
-            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(_key(record), [])
+            r["seed"] == record["seed"] or not _differ_by_seed_alone(r, record) for r in groups.get(key_of(record), [])
         ):
             number += 1
             record = {**given, "method": f"{title(given['method'])} ({number})"}
-        groups.setdefault(_key(record), []).append(record)
-        alike.setdefault(title(given["method"]), {})[_key(record)] = None
+        groups.setdefault(key_of(record), []).append(record)
+        alike.setdefault(title(given["method"]), {})[key_of(record)] = None
     for name, keys in alike.items():
         if len(keys) > 1 and all("folder" in record for key in keys for record in groups[key]):
             for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
@@ -107,17 +123,21 @@ def _with_order(record: Record) -> Record:
     return {**record, "method": f"Rényi {alpha_title(orders[0]) if alike else 'by edge'}"}
 
 
-def _key(record: Record) -> str:
+def key_of(record: Record) -> str:
+    """Return a record's key in `grouped`, once it has the name that it gets there."""
     return f"{record['recipe']}\0{label(record)}"
 
 
 def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
-    found: dict[int, float] = {}
+    """Return a peer's figure by seed, of the records that have it."""
+    by_seed: dict[int, float] = {}
     for record in records:
         chosen = [record["ensemble"]] if peer == ENSEMBLE else record["peers"]
-        values = [p[key] for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
-        found[record["seed"]] = sum(values) / len(values)
-    return found
+        values = [p.get(key) for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            by_seed[record["seed"]] = sum(known) / len(known)
+    return by_seed
 
 
 def only_corrupted(records: Sequence[Record]) -> list[Record]:
@@ -131,7 +151,12 @@ def outside_names(records: Sequence[Record]) -> list[str]:
 
 
 def only_outside(records: Sequence[Record], other: str) -> list[Record]:
-    """Return the records that were evaluated against another data set, with its figures in place of the others."""
+    """Return the records that were evaluated against another data set, with its figures in place of the others.
+
+    Args:
+        records: of runs.
+        other: name of the other data set.
+    """
     return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
 
 
@@ -139,6 +164,10 @@ def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | 
     """Return the accuracy of the images kept by a ranking, by the share kept; None where it was not measured.
 
     Records without ``selective`` have one ranking: a point's by entropy, and any other's by disagreement.
+
+    Args:
+        ranking: ``entropy`` or ``disagreement``.
+        judged: the figures of a peer, or of an ensemble.
     """
     if "selective" in judged:
         found: dict[str, float] = judged["selective"][ranking]["retention"]
@@ -147,10 +176,14 @@ def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | 
 
 
 def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record], Columns]]:
-    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking."""
+    """Return the records, and columns, of the accuracy of the images kept, by a heading a ranking.
+
+    A single point does not disagree with itself, and is not ranked by that.
+    """
     found: dict[str, tuple[list[Record], Columns]] = {}
     for ranking in RANKINGS:
-        kept = _elsewhere(records, functools.partial(retention_by, ranking))
+        ranked = [record for record in records if ranking == "entropy" or _disagrees(record)]
+        kept = _elsewhere(ranked, functools.partial(retention_by, ranking))
         shares = [set(peer) - {"name"} for record in kept for peer in record["peers"]]
         common = sorted(set.intersection(*shares), key=float) if shares else []
         if common:
@@ -159,15 +192,23 @@ def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record
     return found
 
 
+def _disagrees(record: Record) -> bool:
+    return "ensemble" in record or any(peer.get("disagreement") != 0 for peer in record["peers"])
+
+
 def averaged_ways(records: Sequence[Record]) -> list[str]:
-    """Return the ways in which the members of any peer were averaged, in the order in which they come."""
+    """Return the ways in which the weights of any peer were averaged, in the order in which they come."""
     return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
 
 
 def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
-    """Return the records with members that were averaged, with the figures of that in the place of the others.
+    """Return the records with weights that were averaged, with the figures of that in the place of the others.
 
-    Peers without members are left out.
+    Peers that are plain networks are left out.
+
+    Args:
+        records: of runs.
+        way: how weights were averaged.
     """
     judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
     with_members = [record for record in judged if record["peers"]]
@@ -218,24 +259,34 @@ def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | N
     return found
 
 
-def rows(records: Sequence[Record], columns: Columns = FIGURES) -> list[Row]:
-    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble."""
+def rows(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Row]:
+    """Return a row a method and peer, and for several peers one of their average and one of them as an ensemble.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
+    """
     found = []
-    for group in grouped(records).values():
+    for key, group in grouped(records).items():
         names = [peer["name"] for peer in group[0]["peers"]]
         more = [AVERAGE] if len(names) > 1 else []
         more += [ENSEMBLE] if all("ensemble" in record for record in group) else []
         for peer in [*names, *more]:
             cells = []
-            for key, scale in columns.values():
-                values = _values(group, peer, key)
-                cells.append(cell([value * scale for value in values.values()], scale))
-            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"]))
+            for figure, scale in columns.values():
+                values = _values(group, peer, figure).values()
+                cells.append(cell([value * scale for value in values], scale) if values else "")
+            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"], key))
     return found
 
 
 def cell(values: Sequence[float], scale: float) -> str:
-    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three."""
+    """Return mean ± standard error over seeds; percentages (scale 100) with two digits, others with three.
+
+    Args:
+        values: of a figure, one a seed.
+        scale: 100 for percentages, by which they have been multiplied.
+    """
     summary = summarise(values)
     digits = 2 if scale == 100 else 3
     text = f"{summary.mean:z.{digits}f}"
@@ -244,10 +295,14 @@ def cell(values: Sequence[float], scale: float) -> str:
     return text
 
 
-def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[str]:
+def differences(records: Sequence[Record], columns: Columns = COLUMNS) -> list[str]:
     """Return a sentence for each method against the one before it, paired over the seeds they share.
 
     Methods with one seed in common are compared, too, but what that is worth is left to `ONE_SEED`.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
 
     Example:
         >>> import tempfile
@@ -260,22 +315,37 @@ def differences(records: Sequence[Record], columns: Columns = FIGURES) -> list[s
         >>> folder.cleanup()
     """
     found = []
-    for before, after, seeds in _compared(records):
-        parts = []
+    for one in compared(records, columns):
+        parts = [f"{name} {figure.describe(one_seed='')}" for name, figure in one.figures.items()]
+        paired = f"paired over {one.seeds} seeds" if one.seeds > 1 else "1 seed"
+        found.append(f"{', '.join(filter(None, [one.names, one.peers, paired]))}: {'; '.join(parts)}")
+    return found
+
+
+def compared(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Difference]:
+    """Return each method against the one before it, over the seeds they share.
+
+    Args:
+        records: of runs.
+        columns: keys of figures and their scale, by heading.
+    """
+    found = []
+    for before, after, seeds in _neighbours(records):
+        figures = {}
         for name, (key, scale) in columns.items():
             a, b = (
                 {seed: value * scale for seed, value in _values(group, AVERAGE, key).items()}
                 for group in (after, before)
             )
-            parts.append(f"{name} {paired_difference(a, b).describe(one_seed='')}")
+            if a.keys() & b.keys():
+                figures[name] = paired_difference(a, b)
         names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
-        peers = ", average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
-        paired = f"paired over {seeds} seeds" if seeds > 1 else "1 seed"
-        found.append(f"{names}{peers}, {paired}: {'; '.join(parts)}")
+        peers = "average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
+        found.append(Difference(names, peers, seeds, figures))
     return found
 
 
-def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
+def _neighbours(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
     """Return the groups that follow one another and are of one data set, with how many seeds they share."""
     found = []
     for before, after in itertools.pairwise(grouped(records).values()):
@@ -287,7 +357,7 @@ def _compared(records: Sequence[Record]) -> list[tuple[list[Record], list[Record
 
 def has_lone_seed(records: Sequence[Record]) -> bool:
     """Return whether any of the differences is that of one seed."""
-    return any(seeds == 1 for _, _, seeds in _compared(records))
+    return any(seeds == 1 for _, _, seeds in _neighbours(records))
 
 
 def text_table(
@@ -317,16 +387,16 @@ def text_table(
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
-    columns = FIGURES | (CALIBRATED if calibrated else {})
+    columns = COLUMNS | (CALIBRATED if calibrated else {})
     sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
     for way, found in merged.items():
-        sections.append((f"members as one network, averaged by {way}:", found, columns))
+        sections.append((f"in one pass ({way}):", found, columns))
     for heading, last in last_headings(records).items():
         sections.append((f"{heading}:", last, LAST))
     for heading, (kept, shares) in retention_headings(records).items() if retention else ():
         sections.append((f"{heading}:", kept, shares))
     if bad := only_corrupted(records):
-        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, FIGURES))
+        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, COLUMNS))
     for other in outside_names(records):
         sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
     with_data = len({record["dataset"] for record in records}) > 1

@@ -39,12 +39,22 @@ CLASSES = {  # by name: colour, marker, and what a legend says
 
 
 def posterior(folders: Iterable[str | Path], layer: str | None = None) -> Record:
-    """What the weights of runs are like: counts over means and scales, or components, blended weights and outliers."""
+    """What the weights of runs are like: counts over means and scales, or components, blended weights and outliers.
+
+    Args:
+        folders: run folders, or folders of them.
+        layer: its name; by default all weights are taken.
+    """
     return {"layer": layer, "series": [one for run in open_runs(folders) for one in pictured(run, layer)]}
 
 
 def pictured(run: Run, layer: str | None = None) -> list[Record]:
-    """Return the numbers of every peer of a run that has a scale for its weights."""
+    """Return the numbers of every peer of a run that has a scale for its weights.
+
+    Args:
+        run: a trained one.
+        layer: its name; by default all weights are taken.
+    """
     found = []
     for name in run:
         peer = run[name]

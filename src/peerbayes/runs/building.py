@@ -104,12 +104,12 @@ def build_peers(
     """
     if node.job.given.peers:
         return _placed(node, data, device)
-    found = {}
+    peers = {}
     for peer in node.recipe.peers:
         stands_in = rehearse and peer.posterior.posterior_class.made_of_posterior
         start = None if stands_in else _start(node, peer, data, rehearse)
         network = node.job.given.networks.get(peer.name)
-        found[peer.name] = build_peer(
+        peers[peer.name] = build_peer(
             peer,
             data,
             node.seed,
@@ -119,7 +119,7 @@ def build_peers(
             depth=depth,
             normalize=node.job.given.normalize,
         )
-    return found
+    return peers
 
 
 def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Posterior]:
@@ -151,28 +151,34 @@ def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Post
 
 
 def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers | None:
-    """Load a run's teachers, and check that they fit the data; untrained ones stand in for those to be trained."""
-    chosen, found = node.recipe.teachers, list[Posterior]()
+    """Load a run's teachers, and check that they fit the data; untrained ones stand in for those to be trained.
+
+    Args:
+        node: of the plan, with its teachers.
+        data: that the run learns.
+        device: that they are run on.
+    """
+    chosen, teachers = node.recipe.teachers, list[Posterior]()
     for source in node.teachers:
         if isinstance(source, Posterior):
             if source.provenance.state != "trained":  # by a run, which knows what its network expects
                 _normalise(source, node.job.given.normalize, network_inputs(data), "a teacher's network")
-            found.append(source.to(device))
+            teachers.append(source.to(device))
             continue
         if isinstance(source, Node) and not is_trained(source.folder):
             peers = build_peers(source, data, device, rehearse=True)
-            found += [peer for name, peer in peers.items() if chosen is None or chosen.has(name)]
+            teachers += [peer for name, peer in peers.items() if chosen is None or chosen.has(name)]
             continue
         run, names = peers_at(folder_of(source) if isinstance(source, Node) else source)
         run.refuse_strange(data, f"teacher {run.folder}")
         _warn_of_known(run, node.recipe)
-        found += [run[name].to(device) for name in names if chosen is None or chosen.has(name)]
+        teachers += [run[name].to(device) for name in names if chosen is None or chosen.has(name)]
     # Runs of given teachers, each once.
-    given = {one.provenance.run: one for one in node.teachers if isinstance(one, Posterior)}
+    given = {teacher.provenance.run: teacher for teacher in node.teachers if isinstance(teacher, Posterior)}
     for known in filter(None, map(run_of, given.values())):
         known.refuse_strange(data, f"teacher {known.folder}", sizes=False)
     draws = node.job.given.teacher_draws if chosen is None else chosen.draws
-    return Teachers(found, draws, node.seed) if found else None
+    return Teachers(teachers, draws, node.seed) if teachers else None
 
 
 def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
@@ -192,11 +198,23 @@ def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
 
 def _warn_of_known(run: Run, recipe: Recipe) -> None:
     """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
-    own, theirs = recipe.data, run.recipe.data
-    if own.validation and theirs.name == own.name and theirs.validation != own.validation:
+    ours, theirs = recipe.data, run.recipe.data
+    if ours.validation and theirs.name == ours.name and theirs.validation != ours.validation:
         warnings.warn(
-            f"{run.folder}: was trained with data.validation={theirs.validation}, here it is {own.validation}: it may "
+            f"{run.folder}: was trained with data.validation={theirs.validation}, here it is {ours.validation}: it may "
             "have learnt validation images, which the best epoch and temperatures are chosen by",
             PeerbayesWarning,
             stacklevel=2,
         )
+
+
+def check_finite(posterior: Posterior, who: str) -> None:
+    """Refuse weights and scales that are not finite; buffers may be so.
+
+    Args:
+        posterior: whose tensors are looked at.
+        who: begins the error.
+    """
+    for name, tensor in posterior.state().items():
+        if not name.startswith("network/") and not bool(tensor.isfinite().all()):
+            raise InputError(f"{who}: tensor '{name}' holds values that are not finite")

@@ -19,7 +19,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of a step, durably, then drop all but the newest two."""
+    """Write the checkpoint of a step, durably, then drop all but the newest two.
+
+    Args:
+        folder: the run's.
+        step: since the run began.
+        tensors: by name.
+        about: the description, JSON-ready.
+    """
     path = folder / f"checkpoint-{step:09d}.safetensors"
     storage.write(path, tensors, {**about, "step": step})
     for old in _files(folder)[:-KEEP]:

@@ -29,7 +29,7 @@ from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 
 
-class Loaded:
+class DataCache:
     """Data sets of recipes, each loaded once, so that packed runs share one copy on the device."""
 
     def __init__(self, root: str | Path | None) -> None:
@@ -50,7 +50,12 @@ class Loaded:
         return data
 
     def of_recipe(self, recipe: Recipe, vocabulary: Vocabulary | None = None) -> Dataset:
-        """Return a recipe's data; texts by a vocabulary, if one is given."""
+        """Return a recipe's data; texts by a vocabulary, if one is given.
+
+        Args:
+            recipe: whose data are wanted.
+            vocabulary: of the texts; None for one made of them.
+        """
         key = recipe.data.model_dump_json(include=DATA_KEYS) + (vocabulary.digest if vocabulary is not None else "")
         if key not in self._data_sets:
             self._data_sets[key] = load_data(recipe, self.root, vocabulary)
@@ -90,6 +95,14 @@ def execute(
     """Train what a plan says, and return its targets' runs; arguments as in `train_jobs`.
 
     Everything is checked before anything is written. What others need goes on where it was interrupted.
+
+    Args:
+        plan: from `resolve`.
+        how: device, engine, precision, side by side.
+        resume: go on with runs that were interrupted.
+        reporter: told of progress; by default the console.
+        errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
+            others have ended.
     """
     with how.speaking(reporter) as voice:
         return _executed(plan, how, resume, voice, errors)
@@ -98,7 +111,7 @@ def execute(
 def _executed(
     plan: Plan, how: How, resume: bool, reporter: Reporter, errors: dict[int, TrainingError] | None
 ) -> list[Run]:
-    device, loaded = _device(plan, how), Loaded(how.root)
+    device, loaded = _device(plan, how), DataCache(how.root)
     _check_folders(plan, resume)
     _check_alike(plan, how, device)
     for node in plan.targets:
@@ -115,10 +128,10 @@ def _executed(
         failed = _train_packed(nodes, loaded, device, resume or not last, reporter, how)
         for error in failed.values() if not last else ():
             raise error
-    found = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+    of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
     if errors is not None:
-        errors.update(found)
-    for error in found.values() if errors is None else ():
+        errors.update(of_targets)
+    for error in of_targets.values() if errors is None else ():
         raise error
     return [node.run() for node in plan.targets]
 
@@ -135,7 +148,7 @@ def dry_run(plan: Plan, how: How, *, resume: bool = False) -> list[dict[str, Any
         rows of the recipe, the folder, the seed, peers with their networks, what they start from and learn from,
         epochs, steps, and files.
     """
-    device, loaded = _device(plan, how), Loaded(how.root)
+    device, loaded = _device(plan, how), DataCache(how.root)
     _check_folders(plan, resume)
     _check_nodes(plan, loaded, device, how, whole=True)
     rows = []
@@ -163,7 +176,7 @@ def _told(parent: Parent) -> str:
     return str(parent.folder if isinstance(parent, Node) else parent)
 
 
-def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loaded | None = None, **how: Any) -> None:
+def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: DataCache | None = None, **how: Any) -> None:
     """Refuse jobs that could not be trained, without training them.
 
     Args:
@@ -173,7 +186,7 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: Loade
         how: see `How`.
     """
     settings = How(**how)
-    known, device = loaded or Loaded(settings.root), settings.place()
+    known, device = loaded or DataCache(settings.root), settings.place()
     for node in resolve(jobs).targets:
         if resume is not None:
             refuse_occupied(node.job, resume)
@@ -202,7 +215,7 @@ def _take_over(node: Node, device: torch.device) -> None:
         run.refuse_other_data(node.job.given.data)
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
-        posterior.load_state({place: tensor.to(device) for place, tensor in run[name].state().items()})
+        posterior.load_state({name_in_file: tensor.to(device) for name_in_file, tensor in run[name].state().items()})
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = run[name].input_shape, run[name].class_names
         posterior.provenance, posterior.temperature = run[name].provenance, run[name].temperature
@@ -220,7 +233,7 @@ def _check_folders(plan: Plan, resume: bool) -> None:
         refuse_occupied(node.job, True)
     # What a recipe makes again is told to whoever goes on with it; files and posteriors are somebody's choice.
     nodes = [*plan.targets, *plan]
-    nodes += [one for node in nodes for one in node.parents if isinstance(one, Node)]
+    nodes += [parent for node in nodes for parent in node.parents if isinstance(parent, Node)]
     for node in dict.fromkeys(node for node in nodes if node.finished):
         run = node.run()
         for name, start in node.starts.items():
@@ -249,7 +262,7 @@ def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     return Point(network, start_from=start).provenance.parent
 
 
-def _check_nodes(plan: Plan, loaded: Loaded, device: torch.device, how: How, whole: bool = False) -> None:
+def _check_nodes(plan: Plan, loaded: DataCache, device: torch.device, how: How, whole: bool = False) -> None:
     """Refuse what is wrong with any run before the first is trained, which may take days.
 
     A single run is not sent a batch here unless ``whole``: its learner does that before anything is written.
@@ -276,7 +289,7 @@ def _check_alike(plan: Plan, how: How, device: torch.device) -> None:
     _refuse_differing(how.world.differing({what: str(fact) for what, fact in facts.items()}))
 
 
-def _check_alike_data(plan: Plan, loaded: Loaded, how: How) -> None:
+def _check_alike_data(plan: Plan, loaded: DataCache, how: How) -> None:
     if how.world.size == 1:
         return
     sets = {id(data): data for data in map(loaded, plan)}.values()
@@ -302,7 +315,13 @@ def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None
 
 
 def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:
-    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data."""
+    """Refuse out-of-distribution sets that are not there, or that do not have the form of the data.
+
+    Args:
+        recipe: that names them.
+        data: of the recipe.
+        root: the data root.
+    """
     for name in recipe.evaluation.out_of_distribution:
         try:
             load_outside(name, data, root)
@@ -314,7 +333,7 @@ def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> Non
 
 
 def _train_packed(
-    nodes: Sequence[Node], loaded: Loaded, device: torch.device, resume: bool, reporter: Reporter, how: How
+    nodes: Sequence[Node], loaded: DataCache, device: torch.device, resume: bool, reporter: Reporter, how: How
 ) -> dict[Path, TrainingError]:
     """Train runs side by side, fewer where memory is too small; return why some could not go on, by folder."""
     errors: dict[Path, TrainingError] = {}

@@ -35,7 +35,12 @@ FILES = [
 
 
 def refuse_occupied(job: Job, resume: bool) -> None:
-    """Refuse a folder that holds anything but a run to go on with."""
+    """Refuse a folder that holds anything but a run to go on with.
+
+    Args:
+        job: whose folder it is.
+        resume: whether to go on with a run that is there.
+    """
     folder = job.folder
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder for the run")
@@ -66,18 +71,28 @@ def _other_settings(before: Recipe, now: Recipe) -> str:
 
 
 def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) -> dict[str, str]:
-    """Return digests of what peers started from, by their names, and of those whom they learn from."""
+    """Return digests of what peers started from, by their names, and of those whom they learn from.
+
+    Args:
+        peers: by name; those that come from a run become untrained ones, with it as parent.
+        teachers: that do not learn.
+    """
     for posterior in peers.values():
         if posterior.provenance.state == "trained":  # once it learns, it is another one
             posterior.provenance = replace(posterior.provenance, parent=posterior.digest(), state="untrained")
     parents = {peer_called(name): posterior.provenance.parent for name, posterior in peers.items()}
-    found = {who: parent for who, parent in parents.items() if parent}
+    origins = {who: parent for who, parent in parents.items() if parent}
     known = [teacher.digest() for teacher in teachers]
-    return found | ({TAUGHT_BY: " ".join(known)} if known else {})
+    return origins | ({TAUGHT_BY: " ".join(known)} if known else {})
 
 
 def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
-    """Refuse to go on with a run that began with other weights, or other teachers, than there are now."""
+    """Refuse to go on with a run that began with other weights, or other teachers, than there are now.
+
+    Args:
+        folder: the run's.
+        origins: digests as of now, from `origins_of`.
+    """
     before = Run(folder).origins if (folder / "recipe.toml").is_file() else {}
     for who, now in origins.items():
         if before.get(who, now) != now:
@@ -87,7 +102,12 @@ def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:
 
 
 def other_weights(folder: Path, who: str) -> str:
-    """Return what is said where a peer of a run started from other weights than there are now."""
+    """Return what is said where a peer of a run started from other weights than there are now.
+
+    Args:
+        folder: the run's.
+        who: the peer, from `peer_called`.
+    """
     return f"{folder}: holds a run in which {who} started from other weights; choose another folder"
 
 

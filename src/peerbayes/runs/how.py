@@ -55,8 +55,8 @@ class How:
 
     def __post_init__(self) -> None:
         for name, choice in {"engine": Engine, "precision": Precision, "placement": Placement}.items():
-            if getattr(self, name) not in (words := get_args(choice)):
-                raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(words)}")
+            if getattr(self, name) not in (choices := get_args(choice)):
+                raise InputError(f"{name} is {getattr(self, name)!r}, expected {', '.join(choices)}")
         for name in ("checkpoint_every", "pack"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
@@ -99,7 +99,12 @@ class How:
         }
 
     def waves(self, nodes: Sequence[Node], device: torch.device) -> list[Sequence[Node]]:
-        """Return runs in groups that are trained side by side."""
+        """Return runs in groups that are trained side by side.
+
+        Args:
+            nodes: runs that wait for none of each other.
+            device: that they are trained on.
+        """
         captured = pick(self.engine, device) == "captured"
         taught = TEACHERS if any(node.teachers for node in nodes) else 0
         streams = max((len(node.recipe.peers) for node in nodes), default=1) + 1 + taught
@@ -111,15 +116,25 @@ class How:
 
 
 def in_parts(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
-    """Return runs in equal groups of at most so many: a few runs left over would use a GPU badly."""
+    """Return runs in equal groups of at most so many: a few runs left over would use a GPU badly.
+
+    Args:
+        nodes: runs, in order.
+        most: runs in a group.
+    """
     size = max(1, math.ceil(len(nodes) / max(1, math.ceil(len(nodes) / most))))
     return [nodes[i : i + size] for i in range(0, len(nodes), size)]
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:
-    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called."""
-    own = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
-    known = {*own, *(field.name for field in fields(How))}
+    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called.
+
+    Args:
+        options: names of the keyword arguments.
+        functions: the one that was called, and those that take what it passes on.
+    """
+    arguments = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
+    known = {*arguments, *(field.name for field in fields(How))}
     for option in options:
         if option not in known:
             raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, known)}")

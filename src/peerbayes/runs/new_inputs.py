@@ -17,8 +17,8 @@ from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.datasets.folders import count_images, walk_images
-from peerbayes.data.datasets.formats import image_tensor
 from peerbayes.data.datasets.text_rows import csv_items, csv_rows
+from peerbayes.data.items import pixels
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, centre, in_rgb, resize
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.data.vocabulary import Vocabulary
@@ -50,7 +50,12 @@ class NewInputs:
 
     @classmethod
     def of(cls, kind: str, split: Split) -> NewInputs:
-        """Return a split as inputs that are numbered."""
+        """Return a split as inputs that are numbered.
+
+        Args:
+            kind: what each is: ``file``, ``image`` or ``text``.
+            split: whose inputs they are.
+        """
 
         def read(names: Sequence[str], first: int, device: torch.device) -> Tensor:
             return split.batch(torch.arange(first, first + len(names)), device)[0]
@@ -173,7 +178,12 @@ class ImageSplit:
         return len(self.images)
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `peerbayes.data.splits.Split.batch`."""
+        """See `peerbayes.data.splits.Split.batch`.
+
+        Args:
+            index: numbers of the images, (B,).
+            device: that the batch is put on.
+        """
         images = [self._image(number) for number in index.tolist()]
         for number, image in zip(index.tolist(), images, strict=True):
             if image.dtype != images[0].dtype:
@@ -183,28 +193,21 @@ class ImageSplit:
     def _image(self, number: int) -> Tensor:
         image, shortest = self.images[number], round(self.size * self.margin)
         if not isinstance(image, Image.Image):
-            pixels = _pixels(image, f"image {number}")
-            if tuple(pixels.shape[1:]) == (self.size, self.size):
-                return pixels
-            if pixels.is_floating_point():
+            array = _in_colours(image, f"image {number}")
+            if tuple(array.shape[1:]) == (self.size, self.size):
+                return array
+            if array.is_floating_point():
                 start = round((shortest - self.size) / 2)
-                return resize(pixels[None], shortest)[0, :, start : start + self.size, start : start + self.size]
-            image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+                return resize(array[None], shortest)[0, :, start : start + self.size, start : start + self.size]
+            image = Image.fromarray(array.permute(1, 2, 0).numpy())
         cut = centre(in_rgb(image, f"image {number}"), shortest, self.size)
         return torch.from_numpy(cut.transpose(2, 0, 1).copy())
 
 
-def _pixels(image: Any, where: str) -> Tensor:
+def _in_colours(image: Any, where: str) -> Tensor:
     """Return an array as an image (3, H, W); transparency is dropped."""
-    try:
-        array = image.numpy(force=True) if isinstance(image, Tensor) else np.asarray(image)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: can't be made an array ({error})") from None
-    if array.ndim not in (2, 3):
-        kind = f"an array of shape {array.shape}" if array.ndim else f"a {type(image).__name__}"
-        raise InputError(f"{where}: expected a file, a PIL image, an array or a tensor, got {kind}")
-    pixels = image_tensor(array[None], where)[0]
-    return pixels.expand(3, -1, -1).contiguous() if len(pixels) == 1 else pixels[:3]
+    array = pixels(image, where, expected="a file, a PIL image, an array or a tensor")
+    return array.expand(3, -1, -1).contiguous() if len(array) == 1 else array[:3]
 
 
 def _count_files(path: Path) -> int:

@@ -15,8 +15,8 @@ from peerbayes.data.dataset import Dataset
 from peerbayes.engine.perturbing import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
-from peerbayes.networks.checkpoint import is_checkpoint
 from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.weights_files import is_checkpoint
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.packaged import packaged
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe
@@ -108,7 +108,7 @@ class Node:
     @property
     def needs(self) -> list[Node]:
         """The runs that have to be trained before it."""
-        return [one for one in self.parents if isinstance(one, Node) and not one.finished]
+        return [parent for parent in self.parents if isinstance(parent, Node) and not parent.finished]
 
     def run(self) -> Run:
         """Open its folder."""
@@ -156,8 +156,8 @@ def _measure(node: Node, height: int, heights: dict[Node, int]) -> None:
     if node.finished or heights.get(node, -1) >= height:
         return
     heights[node] = height
-    for one in node.needs:
-        _measure(one, height + 1, heights)
+    for parent in node.needs:
+        _measure(parent, height + 1, heights)
 
 
 class _Resolver:
@@ -167,6 +167,7 @@ class _Resolver:
         self._trains = trains  # whether runs that are missing will be trained
         self._recipes: dict[str, Recipe] = {}
         self._nodes: dict[Path, Node] = {}
+        self._asked = {job.folder.resolve(): job.recipe for job in jobs}
         self.jobs = [self._completed(job) for job in jobs]
         self._wanted: dict[Path, Job] = {}
         for job in self.jobs:
@@ -213,24 +214,24 @@ class _Resolver:
 
     def starts(self, job: Job) -> dict[str, Parent]:
         """Return what peers start from, by name, for those that start from something."""
-        found = {peer.name: self._start(peer, job) for peer in job.recipe.peers}
-        return {name: start for name, start in found.items() if start is not None}
+        starts = {peer.name: self._start(peer, job) for peer in job.recipe.peers}
+        return {name: start for name, start in starts.items() if start is not None}
 
     def _chosen_starts(self, job: Job) -> dict[str, Parent]:
         """Return what the peers of a finished run started from, where it is no recipe and is still there."""
-        found: dict[str, Parent] = {}
+        starts: dict[str, Parent] = {}
         for peer in job.recipe.peers:
             given, source = job.given.starts.get(peer.name), peer.start_from or ""
             if isinstance(given, Posterior):
-                found[peer.name] = given
+                starts[peer.name] = given
             elif given is not None:
                 if is_trained(given.folder):
-                    found[peer.name] = self.node(self._completed(given))
+                    starts[peer.name] = self.node(self._completed(given))
             elif is_checkpoint(source) and Path(source).is_file():
-                found[peer.name] = Path(source)
+                starts[peer.name] = Path(source)
             elif is_trained(Path(source)):
-                found[peer.name] = only_weights(Run(source), peer)
-        return found
+                starts[peer.name] = only_weights(Run(source), peer)
+        return starts
 
     def _start(self, peer: Peer, job: Job) -> Parent | None:
         given = job.given.starts.get(peer.name)
@@ -293,17 +294,19 @@ class _Resolver:
         A teacher that is named by its recipe has the seed of its student, so all students of a seed share its run;
         peers of an ensemble differ by their names, which everything random of them depends on.
         """
-        found: list[Parent] = []
+        teachers: list[Parent] = []
         for source in job.recipe.teachers.runs if job.recipe.teachers is not None else ():
             path = Path(source).expanduser()
             if (path / "recipe.toml").is_file() or path.suffix == ".safetensors":
-                found.append(path)
+                teachers.append(path)
+            elif path.resolve() in self._wanted:
+                teachers.append(self.node(self._wanted[path.resolve()]))
             elif is_recipe(source):
                 self._check_circle(source)
-                found.append(self.node(self._fitting(source, self.recipe(source), job, {})))
+                teachers.append(self.node(self._fitting(source, self.recipe(source), job, {})))
             else:
                 raise InputError(f"teacher '{source}' is neither a recipe, a run folder nor a weights file of a run")
-        return found
+        return teachers
 
     def fitted_to_teachers(self, recipe: Recipe) -> Recipe:
         """Return the recipe with what it leaves to its teachers: ``network = "teachers"``, and ``members = 0``."""
@@ -360,6 +363,8 @@ class _Resolver:
             peer["start_from"] = str(path.resolve()) if path.exists() else source
 
     def _recipe_of_teacher(self, source: str, path: Path, folder: Path) -> Recipe:
+        if not folder.exists() and folder.resolve() in self._asked:
+            return self._asked[folder.resolve()]
         if source not in packaged() and not path.exists() and _looks_like_a_path(source):
             raise InputError(f"teachers.runs: there is no run folder or weights file '{source}'")
         with within("teachers.runs"):
@@ -422,7 +427,12 @@ def is_trained(folder: Path) -> bool:
 
 
 def only_weights(run: Run, peer: Peer) -> Path:
-    """Return the weights file of a run's only peer, for a peer that starts from it."""
+    """Return the weights file of a run's only peer, for a peer that starts from it.
+
+    Args:
+        run: that the peer starts from.
+        peer: of another run, for messages.
+    """
     if len(run) != 1:
         raise InputError(
             f"peer '{peer.name}': {run.folder} has peers {', '.join(run)}; name one weights-*.safetensors file"
@@ -439,7 +449,12 @@ def parents_of(run: Run) -> Node:
 
 
 def source_weights(run: Run, name: str) -> Path | None:
-    """Return the weights file that a peer of a run started from; None where there was none, or is none any more."""
+    """Return the weights file that a peer of a run started from; None where there was none, or is none any more.
+
+    Args:
+        run: a trained one.
+        name: the peer's.
+    """
     try:
         start = parents_of(run).starts.get(name)
     except InputError:
@@ -467,13 +482,13 @@ def lineage_depth(node: Node) -> int:
     """
     if (node.folder / "run.json").is_file():
         return _depth_at(node.folder)
-    posteriors = [*node.job.given.peers.values(), *(one for one in node.parents if isinstance(one, Posterior))]
-    folders = [folder_of(one) for one in node.parents if not isinstance(one, Posterior)]
+    posteriors = [*node.job.given.peers.values(), *(parent for parent in node.parents if isinstance(parent, Posterior))]
+    folders = [folder_of(parent) for parent in node.parents if not isinstance(parent, Posterior)]
     return max([-1, *map(_depth_at, folders), *(posterior.provenance.depth for posterior in posteriors)]) + 1
 
 
 def _depth_at(folder: Path) -> int:
     with contextlib.suppress(InputError):  # not that of a run: whoever needs more of it will say so
-        found = read_json(folder / "run.json").get("generation", 0)
-        return found if isinstance(found, int) else 0
+        depth = read_json(folder / "run.json").get("generation", 0)
+        return depth if isinstance(depth, int) else 0
     return 0

@@ -32,7 +32,18 @@ def predict_batches(
     calibrated: bool = True,
     device: str | torch.device = "auto",
 ) -> Iterator[Prediction]:
-    """Yield predictions of new inputs, on the CPU, in order; arguments as of `Run.predict`."""
+    """Yield predictions of new inputs, on the CPU, in order; arguments as of `Run.predict`.
+
+    Args:
+        run: a trained one.
+        given: inputs, as of `Run.predict`.
+        peer: its name; None for the ensemble of all.
+        coverage: of sets that a certificate promises.
+        risk: of answers that a certificate promises.
+        draws: of each peer; by default as many as the recipe evaluates.
+        calibrated: whether logits are divided by the temperature.
+        device: where to predict.
+    """
     where = pick_device(device)
     posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
     temperature = 1.0 if not calibrated else run.temperature if peer is None else run[peer].temperature

@@ -10,6 +10,8 @@ weights-PEER.safetensors the trained posteriors
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from peerbayes import networks
 from peerbayes.data.dataset import Dataset
+from peerbayes.data.dataset import load as load_data_set
 from peerbayes.data.splits import Split
 from peerbayes.data.vocabulary import Vocabulary
 from peerbayes.errors import InputError, UnknownPeer, nearest, reason, within
@@ -206,7 +209,12 @@ class Run(Mapping[str, Posterior]):
         return self.about.get("origins") or {}
 
     def began_with(self, peer: str, source: Posterior) -> bool:
-        """Return whether a peer may have started from a posterior: whether it did, where that is known."""
+        """Return whether a peer may have started from a posterior: whether it did, where that is known.
+
+        Args:
+            peer: its name.
+            source: that it would start from now.
+        """
         return self.origins.get(peer_called(peer)) in (None, source.digest())
 
     @property
@@ -230,6 +238,17 @@ class Run(Mapping[str, Posterior]):
                              "again, as data=... in Python")  # fmt: skip
         return self._data
 
+    def as_learnt(self, given: Any) -> Dataset | None:
+        """Return data given as an object as the run has split them, if they are what it has learnt; else None."""
+        said, options, words = self.about.get("data"), self.recipe.data, self.vocabulary
+        if said is None:
+            return None
+        size, names = options.size if words is None else None, self.about.get("class_names")
+        with contextlib.suppress(InputError):  # a part of them alone could not be split so
+            again = load_data_set(given, validation=options.validation, size=size, vocabulary=words, names=names)
+            return again if again.digest() == said["digest"] else None
+        return None
+
     def refuse_other_data(self, loaded: Dataset) -> None:
         """Refuse data that are not those which were given from Python when the run began."""
         said = self.about.get("data")
@@ -240,6 +259,11 @@ class Run(Mapping[str, Posterior]):
         """Refuse data whose classes, or the shape of whose inputs, are not those that the peers have learnt.
 
         Without ``sizes`` images may be larger or smaller.
+
+        Args:
+            loaded: the data.
+            who: begins the message; by default the folder.
+            sizes: whether images must have the size that was learnt.
         """
         who, about = who or str(self.folder), self.about.get("inputs") or {}
         if "classes" in about and about["classes"] != loaded.classes:
@@ -251,7 +275,12 @@ class Run(Mapping[str, Posterior]):
             raise InputError(f"{who}: takes inputs of shape {shape}, but {loaded.name} has {tuple(loaded.shape)}")
 
     def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:
-        """Refuse data that numbers other classes than the peers have learnt; their names are not always known."""
+        """Refuse data that numbers other classes than the peers have learnt; their names are not always known.
+
+        Args:
+            loaded: the data.
+            who: begins the message; by default the folder.
+        """
         pairs = enumerate(zip(self.about.get("class_names") or (), loaded.class_names or (), strict=False))
         for number, (learnt, now) in pairs:
             if learnt != now:
@@ -275,7 +304,7 @@ class Run(Mapping[str, Posterior]):
             _Line.parse(found[-1], f"{path}, line {number}")
         return found
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:
         """What the run's texts were encoded with; None for images."""
         path = self.folder / "vocabulary.json"
@@ -341,7 +370,12 @@ class Run(Mapping[str, Posterior]):
         return predicted
 
     def refuse_nan(self, peer: str, log_p: Tensor) -> None:
-        """Refuse log-probabilities (N, C) of a peer that are not numbers."""
+        """Refuse log-probabilities (N, C) of a peer that are not numbers.
+
+        Args:
+            peer: its name.
+            log_p: log-probabilities, (N, C).
+        """
         bad = int(log_p.isnan().any(1).sum())
         if bad:
             raise InputError(
@@ -390,7 +424,17 @@ class Run(Mapping[str, Posterior]):
         calibrated: bool = True,
         device: str | torch.device = "auto",
     ) -> Iterator[Prediction]:
-        """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in."""
+        """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in.
+
+        Args:
+            inputs: as of `predict`.
+            peer: its name; None for the ensemble of all.
+            coverage: of sets that a certificate promises.
+            risk: of answers that a certificate promises.
+            draws: of each peer; by default as many as the recipe evaluates.
+            calibrated: whether logits are divided by the temperature.
+            device: where to predict.
+        """
         from peerbayes.runs.predicting import predict_batches
 
         how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
@@ -473,7 +517,12 @@ def read_recipe(folder: Path, given: Container[str] = (), *, trust: bool = False
 
 
 def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
-    """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers."""
+    """Return the run that a run folder, or a weights file of a run, stands for, and which of its peers.
+
+    Args:
+        path: of a run folder, a weights file in one, or an export.
+        trust: import what the run's files name.
+    """
     path, peer = shipped(Path(path).expanduser())
     if peer is not None:
         path = path / f"weights-{peer}.safetensors"
@@ -515,7 +564,12 @@ def _judged(record: Mapping[str, Any]) -> str:
 
 
 def remember(folder: Path, data: Dataset) -> dict[str, Any]:
-    """Remember data that a run learns, and return what run.json says of data that came from Python."""
+    """Remember data that a run learns, and return what run.json says of data that came from Python.
+
+    Args:
+        folder: the run's.
+        data: that it learns.
+    """
     if data.origin is not None:
         return {}
     _given_data[folder.resolve()] = data
@@ -529,7 +583,12 @@ def stamp(folder: Path) -> tuple[int, int] | None:
 
 
 def trained_into(folder: Path, depth: int) -> Provenance:
-    """Return where the weights of a run's posteriors came from."""
+    """Return where the weights of a run's posteriors came from.
+
+    Args:
+        folder: the run's.
+        depth: of its lineage.
+    """
     return Provenance(depth=depth, run=folder.resolve(), mark=stamp(folder), state="trained")
 
 
@@ -547,9 +606,9 @@ def run_of(posterior: Posterior) -> Run | None:
 def runs_below(folder: Path) -> list[Path]:
     """Return the run folders right below one: those of its seeds, if it is a run of several; ``-2`` before ``-10``."""
     # What the seeds of a run started from lies beside them, and was not asked for.
-    found = [path.parent for path in folder.glob("*/recipe.toml")]
-    seeds = [path for path in found if re.fullmatch(r"seed\d+", path.name)]
-    return sorted(seeds or found, key=lambda run: (_by_number(run.name), run.name))
+    folders = [path.parent for path in folder.glob("*/recipe.toml")]
+    seeds = [path for path in folders if re.fullmatch(r"seed\d+", path.name)]
+    return sorted(seeds or folders, key=lambda run: (_by_number(run.name), run.name))
 
 
 def _why(folder: Path) -> str:
@@ -601,7 +660,13 @@ def load(
 
 
 def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
-    """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``."""
+    """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``.
+
+    Args:
+        recipe_name: a name or TOML file.
+        seed: of the run.
+        runs: the folder that runs lie in.
+    """
     return runs / f"{slug(recipe_name)}-seed{seed}"
 
 
@@ -613,6 +678,12 @@ def slug(recipe: str | Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a text file, atomically.
+
+    Args:
+        path: the file; its folder is made.
+        text: the new content.
+    """
     storage.write_bytes(path, text.encode("utf-8"))
 
 
@@ -625,12 +696,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{origin}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise InputError(f"{origin}: expected a JSON object, found {type(parsed).__name__}")
+    return parsed
 
 
 def _tuples(inputs: Mapping[str, Any]) -> dict[str, Any]:

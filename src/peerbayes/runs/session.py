@@ -26,7 +26,7 @@ from peerbayes.runs.how import How
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
 from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
 from peerbayes.training.learner import Learner
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import Reporter
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class Session:
         how: How,
         packed: int = 1,
         teachers: Teachers | None = None,
-        generation: int = 0,
+        lineage_depth: int = 0,
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
         self.world, self.folder = how.world, job.folder
-        self.generation = generation
+        self.lineage_depth = lineage_depth
         self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
@@ -66,7 +66,7 @@ class Session:
             save=self._save,
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
-            generation=generation,
+            lineage_depth=lineage_depth,
             **options,
         )
         self.found = stamp(self.folder) if resume else None
@@ -105,7 +105,9 @@ class Session:
     def _compare_origins(self, before: Mapping[str, str]) -> None:
         """Refuse other origins than those it began with; tell of those that a recipe has made again, and go on."""
         made_again = _made_by_recipes(self.job.recipe)
-        refuse_other_origins(self.folder, {who: one for who, one in self.origins.items() if who not in made_again})
+        refuse_other_origins(
+            self.folder, {who: digest for who, digest in self.origins.items() if who not in made_again}
+        )
         for who, recipe in made_again.items():
             if before.get(who, self.origins.get(who)) != self.origins.get(who):
                 later = "its peers learn from others from now on"
@@ -137,7 +139,7 @@ class Session:
             self.about = {
                 "seed": job.seed,
                 "noise": format_of(job.seed),
-                "generation": self.generation,
+                "generation": self.lineage_depth,
                 "origins": self.origins,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
@@ -162,7 +164,7 @@ class Session:
             self.reporter.begin(self.folder, job.recipe, self.about)
             self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
             for note in self.loaded.notes:
-                self.reporter.headline(note)
+                self.reporter.note(note)
             yield
 
     def finish(self) -> None:
@@ -172,7 +174,7 @@ class Session:
         self.learner.take_best()
         for name, posterior in self.peers.items():
             posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
-            posterior.provenance = Provenance(depth=self.generation, state="trained")
+            posterior.provenance = Provenance(depth=self.lineage_depth, state="trained")
             # Nobody goes on from here; checkpoints hold what training needs.
             posterior.temperature, posterior.certificate = 1.0, None  # those of what it was before are no other's
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
@@ -200,7 +202,12 @@ class Session:
 
 
 def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
-    """Train sessions side by side; return the errors of those that could not go on, by place."""
+    """Train sessions side by side; return the errors of those that could not go on, by place.
+
+    Args:
+        sessions: built, of one engine and device.
+        world: all processes.
+    """
     for session in sessions:  # nobody writes before everybody has looked
         if not world.same(session.learner.position.step):
             raise InputError(f"{session.folder}: not all processes find the same checkpoint there; share the folder")
@@ -214,16 +221,16 @@ def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingE
 
 def _made_by_recipes(recipe: Recipe) -> dict[str, str]:
     """Return whose parents are runs that recipes make, again where they are gone, as `origins_of` calls them."""
-    found = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
+    recipes = {peer_called(p.name): p.start_from for p in recipe.peers if p.start_from and is_recipe(p.start_from)}
     taught = [run for run in (recipe.teachers.runs if recipe.teachers is not None else ()) if is_recipe(run)]
-    return found | ({TAUGHT_BY: taught[0]} if taught else {})
+    return recipes | ({TAUGHT_BY: taught[0]} if taught else {})
 
 
 def _described(loaded: Dataset) -> dict[str, Any]:
     """Return what predictions of new files must know, beside the inputs' shape."""
-    found: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
+    description: dict[str, Any] = {} if loaded.class_names is None else {"class_names": list(loaded.class_names)}
     margin = getattr(loaded.train, "margin", 1.0)
-    return found if margin == 1.0 else found | {"margin": margin}
+    return description if margin == 1.0 else description | {"margin": margin}
 
 
 def _headline(job: Job, loaded: Dataset, where: str, step: int) -> str:

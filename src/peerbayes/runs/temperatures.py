@@ -34,7 +34,10 @@ def fit_temperatures(
         seed: with the peers' names, the address of the draws.
     """
     log_p, labels = _predicted(peers, split, draws, seed)
-    each = {name: metrics.fit_temperature(own, labels, width=TEMPERATURE_WIDTH) for name, own in log_p.items()}
+    each = {
+        name: metrics.fit_temperature(predictions, labels, width=TEMPERATURE_WIDTH)
+        for name, predictions in log_p.items()
+    }
     alone = next(iter(each.values()))
     return each, alone if len(each) == 1 else metrics.fit_temperature(_as_one(log_p), labels, width=TEMPERATURE_WIDTH)
 
@@ -55,8 +58,21 @@ def certify(
         promises: what is to be promised.
         data: name of the images' data set.
     """
+    log_p, labels = predicted_as_one(peers, split, draws, seed)
+    return certificate_of(log_p, labels, promises, seed, draws, data, next(iter(peers.values())).class_names)
+
+
+def predicted_as_one(peers: Mapping[str, Posterior], split: Split, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return log p̄ (N, C) of all peers as one at temperature 1, and the labels (N,).
+
+    Args:
+        peers: posteriors by name.
+        split: with labels.
+        draws: draws averaged, of each peer.
+        seed: with the peers' names, the address of the draws.
+    """
     log_p, labels = _predicted(peers, split, draws, seed)
-    return certificate_of(_as_one(log_p), labels, promises, seed, draws, data, next(iter(peers.values())).class_names)
+    return _as_one(log_p), labels
 
 
 def certificate_of(
@@ -119,12 +135,45 @@ def _as_one(log_p: Mapping[str, Tensor]) -> Tensor:
     return mean_of(torch.stack([first, *others])) if others else first
 
 
+SURE = 4.0  # standard errors between the accuracies of two splits, from which on they are not alike
+
+
+def learnt_by(held: float, held_count: int, test: float, test_count: int) -> str:
+    """Return that a network has most likely learnt its validation inputs, as the end of a sentence; else ''.
+
+    The accuracies of two splits of one kind, neither of which was learnt, differ by few standard errors.
+
+    Args:
+        held: accuracy of the validation split.
+        held_count: its inputs.
+        test: accuracy of the test split.
+        test_count: its inputs.
+    """
+    if not held_count or not test_count:
+        return ""
+    pooled = (held * held_count + test * test_count) / (held_count + test_count)
+    error = (pooled * (1 - pooled) * (1 / held_count + 1 / test_count)) ** 0.5
+    if held - test <= SURE * error:
+        return ""
+    return (
+        f"the network is right about {100 * held:.1f} % of the {held_count:,} validation inputs, but {100 * test:.1f} "
+        f"% of the {test_count:,} test inputs: most likely it has learnt the former. Give a validation split that it "
+        "has not learnt, such as a folder val/ beside train/ (validation= of peerbayes.data.load)"
+    )
+
+
 def keep_temperature(
     posterior: Posterior, temperature: float, weights: Path, certificate: Certificate | None = None
 ) -> None:
     """Give a posterior a temperature, also in its weights file, whose tensors stay as they are to the last bit.
 
     A certificate is of one temperature: the one it had before is gone.
+
+    Args:
+        posterior: changed.
+        temperature: that its logits are divided by.
+        weights: its file, changed.
+        certificate: what is promised of predictions at that temperature.
     """
     posterior.temperature, posterior.certificate = temperature, certificate
     promised = None if certificate is None else certificate.model_dump(exclude_none=True)

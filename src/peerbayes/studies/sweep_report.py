@@ -13,23 +13,24 @@ from peerbayes.metrics.spread import paired_difference
 from peerbayes.posteriors import storage
 from peerbayes.reports.figures import COLOURS, draw_heat_map, new_axes, png
 from peerbayes.reports.record import Record
-from peerbayes.reports.tables import FIGURES, cell
+from peerbayes.reports.tables import COLUMNS, cell
 from peerbayes.showing import aligned
 from peerbayes.studies.space import Axis, setting_title, shown
-from peerbayes.studies.sweeps import Sweep
+from peerbayes.studies.sweeps import OBJECTIVES, Sweep
 
+RANKED = {name: column for name, column in COLUMNS.items() if column[0] in OBJECTIVES}
 LISTED = 30  # best settings that a figure names
 
 
 def sweep_table(sweep: Sweep) -> str:
     """Return a sweep's settings as plain text: the best first, then those running elsewhere, then those that failed."""
     keys = [axis.key for axis in sweep.axes]
-    lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in FIGURES.items()))]
+    lines = [("", *keys, *(f"{name}{' *' * (key == sweep.objective)}" for name, (key, _) in RANKED.items()))]
     for row in sweep.table:
-        cells = [""] * len(FIGURES)
+        cells = [""] * len(RANKED)
         if row["state"] == "complete":
             seeds = row["seeds"].values()
-            cells = [cell([seed[key] * scale for seed in seeds], scale) for key, scale in FIGURES.values()]
+            cells = [cell([seed[key] * scale for seed in seeds], scale) for key, scale in RANKED.values()]
         rank = str(row["rank"] or row["state"])
         lines.append((rank, *(shown(value, digits=4) for value in row["setting"].values()), *cells))
     count = len(sweep.seeds)
@@ -48,7 +49,7 @@ def sweep_table(sweep: Sweep) -> str:
 
 
 def _lead(sweep: Sweep, best: Record, second: Record) -> str:
-    name, scale = next((name, scale) for name, (key, scale) in FIGURES.items() if key == sweep.objective)
+    name, scale = next((name, scale) for name, (key, scale) in RANKED.items() if key == sweep.objective)
     a, b = ({int(s): v[sweep.objective] * scale for s, v in row["seeds"].items()} for row in (best, second))
     seeds = f"{len(a)} seed{'s' if len(a) > 1 else ''}"
     return f"first − second, validation {name}, paired over {seeds}: {paired_difference(a, b).describe()}"
@@ -78,7 +79,7 @@ def sweep_figure(sweep: Sweep) -> Figure:
 
 
 def _objective(sweep: Sweep) -> tuple[str, float]:
-    name, scale = next((name, scale) for name, (key, scale) in FIGURES.items() if key == sweep.objective)
+    name, scale = next((name, scale) for name, (key, scale) in RANKED.items() if key == sweep.objective)
     return f"validation {name}" + " (%)" * (scale == 100), scale
 
 

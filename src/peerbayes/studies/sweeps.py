@@ -26,7 +26,7 @@ from peerbayes.engine.devices import environment, pick_device
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.runs.executor import Loaded, check_jobs, train_jobs
+from peerbayes.runs.executor import DataCache, check_jobs, train_jobs
 from peerbayes.runs.folder import OTHERS
 from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
@@ -37,7 +37,7 @@ from peerbayes.training.reporters import Reporter
 
 Row = dict[str, Any]
 
-FIGURES: tuple[Objective, ...] = ("accuracy", "nll", "ece")
+OBJECTIVES: tuple[Objective, ...] = ("accuracy", "nll", "ece")
 TRIALS = 20
 HELD_OUT = 0.1  # of the training images, where neither the recipe nor the data have a validation split
 
@@ -114,11 +114,11 @@ def sweep(
     reporter, where = reporter or Reporter(), pick_device(device)
     if not seeds:
         raise InputError("a sweep needs at least one seed")
-    if objective not in FIGURES:
-        raise InputError(f"objective '{objective}': expected {', '.join(FIGURES)}")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective '{objective}': expected {', '.join(OBJECTIVES)}")
     axes = parse_axes(over, load_recipe(recipe, changes))
     sampler = _sampler(sampler, trials, axes)
-    loaded = Loaded(root)
+    loaded = DataCache(root)
     changes = _with_validation(recipe, changes, validation, loaded, reporter)
     base = load_recipe(recipe, changes)
     folder, name = Path(out) if out is not None else Path("sweeps") / slug(recipe), study or base.name
@@ -156,7 +156,7 @@ def sweep(
 
 
 def _with_validation(
-    recipe: str | Path, changes: Sequence[str], given: float | None, loaded: Loaded, reporter: Reporter
+    recipe: str | Path, changes: Sequence[str], given: float | None, loaded: DataCache, reporter: Reporter
 ) -> list[str]:
     if given is not None:
         if given > 1 and given % 1:
@@ -168,7 +168,7 @@ def _with_validation(
     return [*changes, f"data.validation={HELD_OUT}"]
 
 
-def _check(setting: Setting, job: Job, loaded: Loaded, how: Mapping[str, Any]) -> None:
+def _check(setting: Setting, job: Job, loaded: DataCache, how: Mapping[str, Any]) -> None:
     """Check that a setting can be trained and ranked."""
     try:
         if loaded.of_recipe(job.recipe).validation is None:
@@ -205,7 +205,7 @@ class _Trainer:
     folder: Path
     reporter: Reporter
     how: Mapping[str, Any]
-    loaded: Loaded
+    loaded: DataCache
 
     def run(self, claims: Sequence[Claim]) -> None:
         """Train and evaluate settings side by side; one that diverges fails alone."""
@@ -276,7 +276,7 @@ class _Trainer:
                 "nll": metrics.nll_from_log(log_p, labels),
                 "ece": metrics.ece(log_p.exp(), labels, options.ece_bins),
             })  # fmt: skip
-        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in FIGURES}
+        return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in OBJECTIVES}
 
     def table(self) -> list[Row]:
         """Return a row for each setting of the study, whichever process trained it."""
@@ -294,7 +294,7 @@ class _Trainer:
         if value is not None:
             figures = {
                 figure: dataclasses.asdict(metrics.summarise(seed[figure] for seed in attributes["seeds"].values()))
-                for figure in FIGURES
+                for figure in OBJECTIVES
             }
             row |= {"state": "complete", "objective": self.objective, "value": value, "spread": attributes["spread"]}
             row |= figures | {key: attributes[key] for key in ("seeds", "seconds", "hardware", "versions")}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError
 
 if TYPE_CHECKING:
-    from peerbayes.posteriors.base import Posterior, Reduction, Weights
+    from peerbayes.posteriors.base import Posterior, Reduction
+    from peerbayes.posteriors.flat_network import Weights
 
 
 @dataclass

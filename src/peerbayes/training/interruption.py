@@ -17,7 +17,12 @@ IMPATIENCE = 1.0
 
 
 def stop(number: int, _frame: Any = None) -> None:
-    """End the process at once, as a handler of a signal."""
+    """End the process at once, as a handler of a signal.
+
+    Args:
+        number: of the signal.
+        _frame: not used.
+    """
     raise Stopped(128 + number)
 
 

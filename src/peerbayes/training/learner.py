@@ -34,10 +34,10 @@ from peerbayes.errors import InputError, TrainingError, reason
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.probe import Probe
 from peerbayes.training.reporters import Reporter
-from peerbayes.training.validation import Looks
+from peerbayes.training.validation import EpochEvaluator
 
 LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
 CHECKPOINT_SECONDS = 30
@@ -61,7 +61,7 @@ class Learner:
         world: the processes that share each batch.
         synchronise: batch-norm and kernels take their statistics over all processes, not over each one's part.
         teachers: who do not learn, on the peers' device.
-        generation: trainings that lie behind this one, which has an order and an augmentation of its own.
+        lineage_depth: trainings that lie behind this one, which has an order and an augmentation of its own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Learner:
         world: World = ALONE,
         synchronise: bool = False,
         teachers: Teachers | None = None,
-        generation: int = 0,
+        lineage_depth: int = 0,
     ) -> None:
         if data.classes < 2:
             raise InputError(f"{data.name}: {_one_class(data)}, expected two or more")
@@ -90,7 +90,7 @@ class Learner:
         self.data = data
         self.seed = seed
         self.world = world
-        self.looks = Looks(recipe, self.peers, data, seed, world)
+        self.evaluator = EpochEvaluator(recipe, self.peers, data, seed, world)
         self.reporter = reporter or Reporter()
         self.device = next(iter(self.peers.values())).device
         self.position = Position()
@@ -108,7 +108,7 @@ class Learner:
             placement=placement,
             part=(world.rank, world.size),
             # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
-            owner=f"data {generation}" if generation else "data",
+            owner=f"data {lineage_depth}" if lineage_depth else "data",
             augment=recipe.data.augment,
         )
         self.steps_per_epoch = self.feed.steps_per_epoch
@@ -154,7 +154,7 @@ class Learner:
             for number in range(self.position.stage, len(self.recipe.stages)):
                 if number != self.position.stage:
                     self.position.begin_stage(number)
-                    self.looks.best = {}
+                    self.evaluator.best = {}
                     self._begin_stage(number)
                 yield from self._stage_steps(number)
         finally:
@@ -204,12 +204,12 @@ class Learner:
 
     def _begin_stage(self, number: int) -> None:
         stage = self.recipe.stages[number]
-        address, place = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
+        address, where = Address(self.seed, "helpers", "initial", number), f"stages.{number}"
         for term, options in stage.terms.items():
-            with of_term(place, term):
+            with of_term(where, term):
                 self._probe.find_layers(options.get("layers", []))
         shapes = {name: self._probe.shapes(name, stage.layers) for name in self.peers}
-        state = StageState(stage, self.peers, shapes, address, place, len(self.data.train))
+        state = StageState(stage, self.peers, shapes, address, where, len(self.data.train))
         self.cohort.begin_stage(state, stage.layers, self._keys[number])
 
     def _begin_engine(self) -> None:
@@ -247,8 +247,8 @@ class Learner:
     def _measure(self) -> None:
         position = self.position
         options = self.recipe.stages[position.stage].terms
-        found = self.engine.term_norms(position.step, position.stage_step).tolist()
-        for peer, measured in zip(self.peers, found, strict=True):
+        norms = self.engine.term_norms(position.step, position.stage_step).tolist()
+        for peer, measured in zip(self.peers, norms, strict=True):
             for warning in note_shares(peer, dict(zip(options, measured, strict=True)), options, position):
                 self.reporter.warn(warning)
 
@@ -272,17 +272,17 @@ class Learner:
         position, epoch = self.position, self.position.step // self.steps_per_epoch
         peers = position.end_epoch(self.steps_per_epoch)
         moved = self._note_movement()
-        for name, found in peers.items():
+        for name, figures in peers.items():
             if name in moved:
-                found["change"] = moved[name]
-            found |= self.peers[name].end_epoch(
+                figures["change"] = moved[name]
+            figures |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
-            found |= self.looks.judge(name, position.step, epoch, self._kept_words)
-            self.looks.keep(name, found, position)
+            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_words)
+            self.evaluator.keep(name, figures, position)
             if (perturb := self.cohort.perturb) is not None:
-                effect = self.looks.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
-                found["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
+                effect = self.evaluator.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
+                figures["notes"] |= {f"perturb.{key}": value for key, value in effect.items()}
         self._before = sampled(self.state, self.peers)
         line = {
             "stage": position.stage + 1,
@@ -314,7 +314,7 @@ class Learner:
 
     def take_best(self) -> None:
         """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
-        self.looks.take_best()
+        self.evaluator.take_best()
 
     def _pull_sums(self) -> None:
         # The sums, of means over the processes, stay on the device until somebody has to see them.
@@ -341,7 +341,9 @@ class Learner:
         tensors |= self.state.state()
         if self.position.stage_step % self.steps_per_epoch:
             tensors |= {f"before/{name}": tensor for name, tensor in self._before.items()}
-        tensors |= {f"best/{peer}/{name}": t for peer, own in self.looks.best.items() for name, t in own.items()}
+        tensors |= {
+            f"best/{peer}/{name}": t for peer, state in self.evaluator.best.items() for name, t in state.items()
+        }
         for name, tensor in tensors.items():
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
@@ -368,13 +370,18 @@ class Learner:
         return "; the last good checkpoint is kept" if self._kept else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Go to where a checkpoint was written."""
+        """Go to where a checkpoint was written.
+
+        Args:
+            tensors: of the checkpoint, by name.
+            about: its description.
+        """
         if about.get("seed") != self.seed:
             raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
         for name, posterior in self.peers.items():
             prefix = f"peer/{name}/"
-            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            posterior.load_state(own, f"checkpoint, peer '{name}'")
+            state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            posterior.load_state(state, f"checkpoint, peer '{name}'")
         try:
             # As JSON: strictly, a dict of Python is no dataclass.
             self.position = TypeAdapter(Position).validate_json(json.dumps(about["position"]), strict=True)
@@ -390,7 +397,7 @@ class Learner:
         for name, tensor in tensors.items():
             if name.startswith("best/"):
                 _, peer, place = name.split("/", 2)
-                self.looks.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
+                self.evaluator.best.setdefault(peer, {})[place] = tensor.to(self.device, copy=True)
 
     def _reaches(self, position: Position) -> bool:
         stages = self.recipe.stages

@@ -19,8 +19,8 @@ from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, 
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.features import find_layer
-from peerbayes.posteriors.base import Weights
-from peerbayes.posteriors.network_state import kept_buffers
+from peerbayes.networks.network_state import kept_buffers
+from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Shapes
 from peerbayes.terms.step import Batch, Output
 
@@ -52,7 +52,7 @@ class Probe:
         for name, posterior in cohort.peers.items():
             logits, features, weights = self._try_network(name, cohort.layers)
             outputs[name] = Output(posterior, weights, logits, features)
-        found = Batch(
+        batch = Batch(
             self.labels,
             outputs,
             cohort.state.modules,
@@ -62,9 +62,9 @@ class Probe:
             teachers=self._try_teachers(to_unit(self.images)),
         )
         for name in cohort.peers:
-            self._refuse_idle(name, found)
+            self._refuse_idle(name, batch)
         with torch.no_grad():
-            return figure_names(cohort.state, found, cohort.peers)
+            return figure_names(cohort.state, batch, cohort.peers)
 
     def _refuse_idle(self, peer: str, batch: Batch) -> None:
         """Refuse terms of which none has a gradient for a peer."""
@@ -85,7 +85,12 @@ class Probe:
                     find_layer(posterior.network, layer)
 
     def shapes(self, peer: str, layers: list[str]) -> Shapes:
-        """Return the shapes of a peer's features at some layers, and the number of classes."""
+        """Return the shapes of a peer's features at some layers, and the number of classes.
+
+        Args:
+            peer: its name.
+            layers: their names.
+        """
         if not layers:
             return Shapes({}, self.data.classes)
         _, features, _ = self._try_network(peer, layers)
@@ -127,13 +132,13 @@ class Probe:
             except Exception as error:  # a user's network may raise anything
                 shape, why = tuple(images.shape[1:]), reason(error)
                 raise InputError(f"a teacher can't take {self.data.name}'s inputs, of shape {shape}: {why}") from error
-            for number, found in enumerate(logits, start=1):
-                if found.shape != (len(images), self.data.classes):
+            for number, taught in enumerate(logits, start=1):
+                if taught.shape != (len(images), self.data.classes):
                     raise InputError(
-                        f"teacher {number} of {len(logits)} knows {found.shape[-1]} classes, but {self.data.name} has "
+                        f"teacher {number} of {len(logits)} knows {taught.shape[-1]} classes, but {self.data.name} has "
                         f"{self.data.classes}"
                     )
-        return self.cohort.consult(images, 0)[1]
+        return self.cohort.perturb_and_teach(images, 0)[1]
 
     @torch.no_grad()
     def _try_network(self, peer: str, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
@@ -155,8 +160,8 @@ class Probe:
                     ) from error
                 self._check_logits(peer, logits, training)
                 if training:  # with gradients
-                    found = logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
-        return found
+                    tried = logits, dict(zip(layers, features, strict=True)), Weights({}, flat, std)
+        return tried
 
     def _check_logits(self, peer: str, logits: Any, training: bool) -> None:
         who, when = f"the network of peer '{peer}'", " while it trains" * training

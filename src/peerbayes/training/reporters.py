@@ -35,6 +35,13 @@ class Reporter:
     def headline(self, text: str) -> None:
         """A run begins."""
 
+    def note(self, text: str) -> None:
+        """Say what holds for every run, once."""
+        noted: set[str] = self.__dict__.setdefault("_noted", set())
+        if text not in noted:
+            noted.add(text)
+            self.headline(text)
+
     def begin(self, folder: Path, recipe: Recipe, about: Mapping[str, Any]) -> None:
         """A run begins in its folder, or goes on; ``about`` is what run.json says of it."""
 
@@ -78,6 +85,7 @@ class ConsoleReporter(Reporter):
         self.console = console or Console(file=sys.stderr, highlight=False)
         self._label = label
         self._board = board or _Board(self.console)
+        self._noted = self._board.noted
         self._task: TaskID | None = None
         self._every = 1
 
@@ -162,6 +170,7 @@ class _Board:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.noted: set[str] = set()
         self._open: set[TaskID] = set()
         self._progress: Progress | None = None
 

@@ -26,7 +26,7 @@ MOVED = 128  # images, at most, whose step is looked at; no more than a batch, f
 MOVES = 20  # looks at such a step in a run, at most: one costs as much as a hundred captured steps
 
 
-class Looks:
+class EpochEvaluator:
     """Judges peers while they learn, and keeps a copy of each at its best epoch, where the recipe wants that.
 
     Args:
@@ -47,9 +47,15 @@ class Looks:
         """Return accuracy and NLL on the validation split and, where that is asked for, on the test split.
 
         ``kept`` is what an error says of checkpoints.
+
+        Args:
+            peer: its name.
+            step: since the run began, for messages.
+            epoch: of the run; some evaluate the test split, too.
+            kept: what an error says of checkpoints.
         """
         splits = {"valid": self.data.validation, "test": self.data.test if self._tests_at(epoch) else None}
-        found = {}
+        figures = {}
         for kind, split in splits.items():
             if split is None:
                 continue
@@ -64,9 +70,9 @@ class Looks:
                     "rate"
                 )
             if first:
-                found[f"{kind}_accuracy"] = metrics.accuracy(log_p.exp(), labels)
-                found[f"{kind}_nll"] = metrics.nll_from_log(log_p, labels)
-        return found
+                figures[f"{kind}_accuracy"] = metrics.accuracy(log_p.exp(), labels)
+                figures[f"{kind}_nll"] = metrics.nll_from_log(log_p, labels)
+        return figures
 
     def perturbed(
         self, peer: str, perturb: Perturbation, step: int, epoch: int, autocast: torch.dtype | None
@@ -75,6 +81,13 @@ class Looks:
 
         For training images that are not augmented, and always the same ones; see `Perturbation.effect`. In about 20
         epochs of a run, evenly spaced, with the last one.
+
+        Args:
+            peer: its name.
+            perturb: the step of images.
+            step: since the run began; the address of random choices.
+            epoch: of the run.
+            autocast: dtype of forward passes; None for float32.
         """
         if not self.world.is_first or (epoch % math.ceil(self.recipe.epochs / MOVES) and epoch != self.recipe.epochs):
             return {}
@@ -92,7 +105,13 @@ class Looks:
         return due or epoch > self.recipe.epochs - options.last_epochs
 
     def keep(self, peer: str, line: Mapping[str, float], position: Position) -> None:
-        """Copy a peer that was never better in this stage than ``line`` says."""
+        """Copy a peer that was never better in this stage than ``line`` says.
+
+        Args:
+            peer: its name.
+            line: the epoch's figures.
+            position: of the run; holds the best accuracies of the stage.
+        """
         if self.recipe.evaluation.keep != "best" or "valid_accuracy" not in line:
             return
         if line["valid_accuracy"] >= position.best.get(peer, -math.inf):

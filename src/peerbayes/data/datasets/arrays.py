@@ -72,11 +72,11 @@ def array_split(
         where: part of the data, for messages.
         classes: how many there are, where that is known.
     """
-    found = formats.image_tensor(images, f"{where}_images")
-    rows = torch.arange(len(found)) if isinstance(images, np.memmap) else None
+    pixels = formats.image_tensor(images, f"{where}_images")
+    rows = torch.arange(len(pixels)) if isinstance(images, np.memmap) else None
     if labels is None:
-        return ArraySplit(found, rows=rows)
-    return ArraySplit(found, formats.label_tensor(labels, f"{where}_labels", len(found), classes), rows)
+        return ArraySplit(pixels, rows=rows)
+    return ArraySplit(pixels, formats.label_tensor(labels, f"{where}_labels", len(pixels), classes), rows)
 
 
 def count_classes(labels: Tensor | None, where: str, items: str = "image") -> int:

@@ -192,10 +192,10 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _one_of(path: Path, there: Container[str], names: Sequence[str]) -> str | None:
     """Return which of the names a split has in a file or folder; two of them are refused."""
-    found = [name for name in names if name in there]
-    if len(found) > 1:
-        raise InputError(f"{path}: {' and '.join(map(repr, found))} could both be one split; leave one of them")
-    return found[0] if found else None
+    matches = [name for name in names if name in there]
+    if len(matches) > 1:
+        raise InputError(f"{path}: {' and '.join(map(repr, matches))} could both be one split; leave one of them")
+    return matches[0] if matches else None
 
 
 def _read_json(path: Path, want_train: bool) -> Corpus:
@@ -213,9 +213,9 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
         raise InputError(f"{path}: expected 'classes' as a list of names")
     others = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
     items = json_items(path, train, content[train])
-    found = assemble(items, others[0], others[1], tuple(names) if names else None, 0)
-    assert isinstance(found, Corpus)
-    return found
+    corpus = assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+    assert isinstance(corpus, Corpus)
+    return corpus
 
 
 # ---- the known sets -------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders, sorted; a class is numbered by its place."""
     names = tuple(child.name for child in _folders(folder))
     if not names:
-        raise InputError(f"{folder}: expected one sub-folder a class, found none")
+        tables = sorted(path.name for path in folder.glob("*.csv"))
+        texts = f"; texts go by train.csv and test.csv, or one by one: --data {folder / tables[0]}" if tables else ""
+        raise InputError(f"{folder}: expected one sub-folder a class, found none{texts}")
     return names
 
 

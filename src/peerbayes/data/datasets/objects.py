@@ -315,19 +315,19 @@ def _images(
     uniform, sizes, largest = True, set[tuple[int, ...]](), 0
     for number in range(count):
         image, label = read(number)
-        found = pixels(image, f"{where}: item {number}", grey=is_grey(image))
+        tensor = pixels(image, f"{where}: item {number}", grey=is_grey(image))
         labels.append(label)
-        first = found if first is None else first
+        first = tensor if first is None else first
         grey, pictures = grey and is_grey(image), pictures and isinstance(image, Image.Image)
-        uniform = uniform and (found.shape, found.dtype) == (first.shape, first.dtype)
+        uniform = uniform and (tensor.shape, tensor.dtype) == (first.shape, first.dtype)
         if not uniform and not pictures:
-            raise InputError(f"{where}: item {number} is an image of shape {tuple(found.shape)} and {found.dtype}, "
+            raise InputError(f"{where}: item {number} is an image of shape {tuple(tensor.shape)} and {tensor.dtype}, "
                              f"expected {tuple(first.shape)} and {first.dtype} as item 0 has")  # fmt: skip
         if len(sizes) < 2:
-            sizes.add(tuple(found.shape[1:]))
-        largest += found.numel() * found.element_size()
+            sizes.add(tuple(tensor.shape[1:]))
+        largest += tensor.numel() * tensor.element_size()
         if number < LOOKED_AT or (uniform and largest <= formats.MAPPED_BYTES):
-            kept.append(found)
+            kept.append(tensor)
         elif len(kept) > LOOKED_AT:
             del kept[LOOKED_AT:]  # too many to be kept
     assert first is not None
@@ -401,7 +401,7 @@ def _labelled(part: _Part, names: tuple[str, ...] | None, classes: int | None) -
         raise InputError(f"{part.where}_labels: {len(part.labels)} labels for {count} {_items(part)}s")
     labels = list(_plain(part))
     if any(map(_is_text, labels)):
-        places = {name: place for place, name in enumerate(names or ())}
+        places = {name: index for index, name in enumerate(names or ())}
         for number, label in enumerate(labels):
             if str(label) not in places:
                 some = ", ".join((names or ())[:3]) + (", ..." if len(places) > 3 else "")

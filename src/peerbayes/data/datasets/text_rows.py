@@ -101,7 +101,7 @@ def image_path(cell: str, base: Path) -> str | None:
     if not cell or len(cell) > 1000 or "\n" in cell or "\0" in cell:
         return None
     places = [os.path.expanduser(cell), os.path.join(base, cell)]
-    there = next((place for place in reversed(places) if os.path.isfile(place)), None)
+    there = next((path for path in reversed(places) if os.path.isfile(path)), None)
     return there or (places[1] if cell.lower().endswith(EXTENSIONS) and not cell.isspace() else None)
 
 

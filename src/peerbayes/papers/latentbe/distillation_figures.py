@@ -43,7 +43,13 @@ KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "
 
 
 def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """Loss on the test split along the line between two networks of a run: a student's members, or its peers."""
+    """Loss on the test split along the line between two networks of a run: a student's members, or its peers.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
+    """
     where, series = pick_device(device), []
     for run in open_runs(folders):
         posterior, ends = _ends(run, where)
@@ -95,6 +101,11 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
 
     Of the kinds that are possible: two of the teachers can't be compared where their networks differ, nor members
     where there is not one for each teacher.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     where, series = pick_device(device), []
     for run in open_runs(folders):
@@ -109,11 +120,11 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         images = to_unit(_some(loaded, "train", where)[0])
         kinds = [kind for kind in KINDS if teachers.alike or kind not in PICKS]
         kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
-        found = {"as they are": _apart(images, teachers, student)}
+        distances = {"as they are": _apart(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(_as_in(run, kind), teachers, {name: student}, run.seed)
-            found[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
-        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": found})
+            distances[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
+        series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": distances})
     return {"split": "training", "series": _told_apart(series)}
 
 
@@ -143,10 +154,12 @@ def _label(run: Run) -> str:
 
 def _told_apart(series: Sequence[Record]) -> list[Record]:
     """Return the series with their folders' names in labels that would be those of others, too."""
-    labels = [one["label"] for one in series]
+    labels = [curve["label"] for curve in series]
     return [
-        one | {"label": f"{one['label']} ({Path(one['folder']).name})"} if labels.count(one["label"]) > 1 else one
-        for one in series
+        curve | {"label": f"{curve['label']} ({Path(curve['folder']).name})"}
+        if labels.count(curve["label"]) > 1
+        else curve
+        for curve in series
     ]
 
 

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import summarise
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, entropy_shares, panels
 from peerbayes.reports.groups import open_runs
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate
 from peerbayes.reports.tables import ENSEMBLE, OUTSIDE, grouped, title
-from peerbayes.runs.executor import Loaded
+from peerbayes.runs.executor import DataCache
 
 
 def entropy(
@@ -28,12 +28,19 @@ def entropy(
 
     Predictions are those of `peerbayes evaluate`. Peers of a run predict as one, unless ``by_peer``. ``ood`` names the
     other data sets; by default they are those of the recipes.
+
+    Args:
+        folders: run folders, or folders of them.
+        ood: names of data sets out of distribution.
+        by_peer: each peer by itself.
+        device: where to predict.
+        root: the data root.
     """
     runs = open_runs(folders)
     names = list(ood) or list(dict.fromkeys(name for r in runs for name in r.recipe.evaluation.out_of_distribution))
     if not names:
         raise InputError("figure entropy: no recipe names a data set from elsewhere; give one by --ood")
-    loaded, records = Loaded(root), []
+    loaded, records = DataCache(root), []
     for run in runs:
         data = loaded.of(run)
         record = evaluate(run, out_of_distribution=names, data=data, device=device, root=root)
@@ -43,18 +50,18 @@ def entropy(
         peers = [peer["name"] for peer in group[0]["peers"]]
         as_one = len(peers) > 1 and not by_peer
         for place, name in enumerate([ENSEMBLE] if as_one else peers):
-            found = [record["ensemble"] if as_one else record["peers"][place] for record in group]
+            judged = [record["ensemble"] if as_one else record["peers"][place] for record in group]
             label = title(group[0]["method"]) + (f" {name}" if by_peer and len(peers) > 1 else "")
             seeds = [record["seed"] for record in group]
-            outside = {other: _over_seeds([one[OUTSIDE][other] for one in found]) for other in names}
+            outside = {other: _over_seeds([one[OUTSIDE][other] for one in judged]) for other in names}
             about = {key: group[0][key] for key in ("dataset", "network")}
             series.append({"label": label, **about, "peer": name, "seeds": seeds, "outside": outside})
     return {"split": "test", "series": series}
 
 
 def _over_seeds(found: Sequence[Record]) -> Record:
-    auroc = summarise([one["auroc"] for one in found])
-    shares = entropy_shares([one["entropy"] for one in found])
+    auroc = summarise([figures["auroc"] for figures in found])
+    shares = entropy_shares([figures["entropy"] for figures in found])
     return {**shares, "auroc": {"mean": auroc.mean, "standard_error": auroc.standard_error}}
 
 

@@ -46,9 +46,10 @@ def best_alpha(folders: Iterable[str | Path]) -> Record:
     groups = gather(folders)
     split, figure = final(groups)
     experiments = []
-    for about, found in by_experiment(groups):
+    for about, experiment in by_experiment(groups):
         alphas: list[Record] = [
-            {"alpha": g.alpha, "accuracy": over_seeds(g.runs, functools.partial(figure, "accuracy"))} for g in found
+            {"alpha": g.alpha, "accuracy": over_seeds(g.runs, functools.partial(figure, "accuracy"))}
+            for g in experiment
         ]
         best = max(alphas, key=lambda row: row["accuracy"]["mean"])["alpha"]
         experiments.append({**about, "best": best, "alphas": alphas})
@@ -69,10 +70,10 @@ def spread(folders: Iterable[str | Path]) -> Record:
         return float(records[run.folder]["cohort"][key])
 
     experiments = []
-    for about, found in by_experiment(groups):
+    for about, experiment in by_experiment(groups):
         alphas = [
             {"alpha": g.alpha, **{key: over_seeds(g.runs, functools.partial(figure, key)) for key in keys}}
-            for g in found
+            for g in experiment
         ]
         experiments.append({**about, "alphas": alphas})
     return {"split": "test", "figures": keys, "experiments": experiments}
@@ -104,7 +105,12 @@ def grid(folders: Iterable[str | Path]) -> Record:
 
 
 def curves(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
-    """Test loss and accuracy over the epochs by alpha, averaged over peers or each; mean, lowest and highest seed."""
+    """Test loss and accuracy over the epochs by alpha, averaged over peers or each; mean, lowest and highest seed.
+
+    Args:
+        folders: run folders, or folders of them.
+        by_peer: each peer by itself.
+    """
     return _over_epochs(gather(folders), by_peer, ("test_nll", "test_accuracy"), lambda _run, _line, peer: peer)
 
 
@@ -112,6 +118,10 @@ def gap(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
     """Training loss, test loss and test − training over the epochs by alpha.
 
     The training loss is the likelihood term without its weight: the mean over an epoch's steps, as the network trained.
+
+    Args:
+        folders: run folders, or folders of them.
+        by_peer: each peer by itself.
     """
 
     def figures(run: Run, line: Record, peer: Record) -> Record:
@@ -132,9 +142,9 @@ def _over_epochs(
     figures: Callable[[Run, Record, Record], Record],
 ) -> Record:
     experiments = []
-    for about, found in by_experiment(groups):
+    for about, experiment in by_experiment(groups):
         series = []
-        for group in found:
+        for group in experiment:
             tables = {seed: _epochs(run, by_peer, keys, figures) for seed, run in sorted(group.runs.items())}
             for peer in dict.fromkeys(peer for table in tables.values() for peer in table):
                 series.append({"alpha": group.alpha, "peer": peer, **_band([t[peer] for t in tables.values()], keys)})
@@ -146,16 +156,16 @@ def _epochs(
     run: Run, by_peer: bool, keys: Sequence[str], figures: Callable[[Run, Record, Record], Record]
 ) -> dict[str, dict[int, Record]]:
     """Return the figures of the epochs that the test split was looked at after, by peer (or their average)."""
-    found: dict[str, dict[int, Record]] = {}
+    lines: dict[str, dict[int, Record]] = {}
     for epoch, line in enumerate(run.metrics, start=1):
         looked = {name: figures(run, line, peer) for name, peer in line["peers"].items() if "test_nll" in peer}
         if looked and not by_peer:
             looked = {AVERAGE: {key: mean(peer[key] for peer in looked.values()) for key in keys}}
         for name, figure in looked.items():
-            found.setdefault(name, {})[epoch] = figure
-    if not found:
+            lines.setdefault(name, {})[epoch] = figure
+    if not lines:
         raise InputError(f"{run.folder}: metrics.jsonl has no test figures; train with --set evaluation.test_every=1")
-    return found
+    return lines
 
 
 def _band(seeds: Sequence[Mapping[int, Record]], keys: Sequence[str]) -> Record:
@@ -175,15 +185,20 @@ def flatness(
 
     All networks of one architecture move along the same directions. The band is from the lowest to the highest trained
     network; the sharpness is the rise at the largest distance, averaged over peers.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     where = pick_device(device)
     experiments = []
-    for about, found in by_experiment(gather(folders)):
-        first = next(iter(found[0].runs.values()))
+    for about, experiment in by_experiment(gather(folders)):
+        first = next(iter(experiment[0].runs.values()))
         loaded = first.data(root)
         count = min(IMAGES, len(loaded.train))
         data = loaded.train.batch(permutation(Address(0, "data", "flatness"), len(loaded.train), "cpu")[:count], where)
-        series = [_landscape(group, data, where) for group in found]
+        series = [_landscape(group, data, where) for group in experiment]
         experiments.append({**about, "images": count, "series": series})
     return {
         "split": "training",

@@ -16,12 +16,12 @@ from matplotlib.transforms import Bbox
 from pydantic import Field
 
 from peerbayes.errors import InputError
-from peerbayes.posteriors.recipe_options import PosteriorOptions
+from peerbayes.posteriors.kinds import PosteriorOptions
+from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
 from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
 from peerbayes.reports.record import Record
-from peerbayes.reports.records import evaluate
-from peerbayes.reports.tables import FIGURES, title
+from peerbayes.reports.tables import COLUMNS, title
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
 
@@ -63,6 +63,11 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
     components to many; all other runs are references. Figures are those of evaluation.json; a run without one is
     evaluated first.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     runs = open_runs(folders, own=False)
     records = {run.folder: _record(run, device, root) for run in runs}
@@ -71,20 +76,20 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         return mean(peer[key] for peer in records[run.folder]["peers"])
 
     def point(group: Runs) -> Record:
-        keys = ("bytes", *(key for key, _ in FIGURES.values()))
+        keys = ("bytes", *(key for key, _ in COLUMNS.values()))
         return {key: over_seeds(group, functools.partial(figure, key)) for key in keys}
 
     experiments: dict[tuple[str, str], list[Runs]] = {}
     for group in by_setting(runs):
         experiments.setdefault(experiment_of(_first(group)), []).append(group)
-    found = []
+    series = []
     for (network, dataset), groups in experiments.items():
         shared = [group for group in groups if _codebook(group) is not None]
         others = [group for group in groups if _codebook(group) is None]
         references = [{"label": title(_first(group).recipe.method), **point(group)} for group in others]
         lines = _lines(shared, point)
-        found.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
-    return {"split": "test", "experiments": found}
+        series.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
+    return {"split": "test", "experiments": series}
 
 
 def _record(run: Run, device: str, root: str | Path | None) -> Record:
@@ -132,9 +137,9 @@ def _of_outliers_once(said: Sequence[str], outliers: bool) -> list[str]:
 
 def _label(options: Mapping[str, Any], said: Sequence[str]) -> str:
     """Return some options in words: ``shared_small: a thrifty codebook, no outliers``; without any, the method."""
-    words = ", ".join(_words(key, options[key]) for key in said if key != "method")
-    named = [options["method"]] if "method" in said or not words else []
-    return ": ".join([*named, *([words] if words else [])])
+    label = ", ".join(_words(key, options[key]) for key in said if key != "method")
+    named = [options["method"]] if "method" in said or not label else []
+    return ": ".join([*named, *([label] if label else [])])
 
 
 def _words(key: str, value: Any) -> str:
@@ -175,11 +180,11 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
 
 def draw_size(found: Record) -> Figure:
     """A row a network and data set, a panel a figure: a line a codebook, a dashed line a reference."""
-    figure, rows = panels(len(found["experiments"]), len(FIGURES), 4.4, 3.7)
+    figure, rows = panels(len(found["experiments"]), len(COLUMNS), 4.4, 3.7)
     for row, experiment in zip(rows, found["experiments"], strict=True):
         sizes = [point["bytes"]["mean"] for line in experiment["lines"] for point in line["points"]]
         beyond = FAR * max(sizes, default=math.inf)
-        for axes, (name, (key, scale)) in zip(row, FIGURES.items(), strict=True):
+        for axes, (name, (key, scale)) in zip(row, COLUMNS.items(), strict=True):
             for number, line in enumerate(experiment["lines"]):
                 look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
                 _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)

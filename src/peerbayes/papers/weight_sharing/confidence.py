@@ -31,6 +31,11 @@ def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | 
     """Confidence max_c p_c and accuracy by true class, on the test split and on what the recipes name as outside.
 
     Predictions are those of `peerbayes evaluate`; those of runs that differ in the seed alone are pooled.
+
+    Args:
+        folders: run folders, or folders of them.
+        device: where to predict.
+        root: the data root.
     """
     series = []
     for runs in by_setting(open_runs(folders)):
@@ -41,10 +46,10 @@ def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | 
             log_p, labels = _pooled(runs, peer, loaded.test, device)
             outside = {name: _pooled(runs, peer, split, device)[0] for name, split in foreign.items()}
             by_class = confidence_by_class(log_p.exp(), labels, LEVELS)
-            words = title(first.recipe.method) + (f" {peer}" if len(first) > 1 else "")
+            label = title(first.recipe.method) + (f" {peer}" if len(first) > 1 else "")
             series.append(
                 {
-                    "label": f"{words} · {' · '.join(experiment_of(first))}",
+                    "label": f"{label} · {' · '.join(experiment_of(first))}",
                     "seeds": list(runs),
                     "classes": list(loaded.class_names or map(str, range(loaded.classes))),
                     "count": by_class.count.tolist(),
@@ -59,11 +64,11 @@ def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | 
 
 def _pooled(runs: Mapping[int, Run], peer: str, split: Split, device: str) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (N, C) and labels (N,) of a peer over all seeds."""
-    where, found = pick_device(device), []
+    where, predictions = pick_device(device), []
     for run in runs.values():
         draws = run.recipe.evaluation.draws
-        found.append(run.predict_split(peer, split, draws, where)[:2])
-    log_p, labels = (torch.cat(part) for part in zip(*found, strict=True))
+        predictions.append(run.predict_split(peer, split, draws, where)[:2])
+    log_p, labels = (torch.cat(part) for part in zip(*predictions, strict=True))
     return log_p, labels
 
 

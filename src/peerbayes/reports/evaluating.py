@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,14 @@ from peerbayes.errors import InputError
 from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.certificate import Certificate
 from peerbayes.recipes.recipe import changes_of
-from peerbayes.reports.averaged import judge_averages
-from peerbayes.reports.out_of_distribution import check_corrupted, figures_of, judge_corrupted, judge_outside
-from peerbayes.reports.record import Record
-from peerbayes.reports.scoring import recalibrated, scored, selective
+from peerbayes.reports.averaged import predict_averages
+from peerbayes.reports.certified import certified
+from peerbayes.reports.examples import examples as shown_inputs
+from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted, judge_outside
+from peerbayes.reports.record import Record, written
+from peerbayes.reports.scoring import basic_figures, binned, recalibrated, scored, selective
 from peerbayes.runs.loggers import loggers_named
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons
@@ -39,6 +41,7 @@ def evaluate(
     corrupted: str | Path | None = None,
     averaged: bool = False,
     data: Any = None,
+    examples: int = 0,
     device: str | torch.device = "auto",
     root: str | Path | None = None,
     trust: bool = False,
@@ -53,10 +56,13 @@ def evaluate(
         out_of_distribution: data sets the peers should be unsure of; the recipe's by default.
         corrupted: also evaluate on corrupted test images: ``"made"`` here, ``"mixed"`` (each image by one of
             the 75 corruptions, in turn), or a folder of the official CIFAR-C arrays.
-        averaged: also evaluate the members of rank-one peers as one network, averaged exactly and by factor means, as
-            they are and with batch-norm's statistics estimated anew on the training images.
+        averaged: also evaluate what predicts in one pass, the mean weights of Bayesian peers, and the members of
+            rank-one peers averaged exactly and by factor means, each as it is and with batch-norm's statistics
+            estimated anew on the training images.
         data: what to evaluate on: a data set, or what `peerbayes.data.load` takes. Of an object without a test split
             all is evaluated, unless the run was trained on it. By default what the run has learnt.
+        examples: how many of the least certain, the most certain, and the surest wrong inputs a page of the record
+            is to show.
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
@@ -97,16 +103,26 @@ def evaluate(
     def judge(log_p: Tensor, valid: Tensor | None) -> Record:
         return _judge_mean(log_p, valid, loaded, options.ece_bins)
 
+    def promised(certificate: Certificate, names: list[str], log_p: Tensor) -> Record:
+        if settle is not None or certificate.draws != draws:  # it is of other predictions
+            again = [run.predict_split(name, loaded.test, certificate.draws, where)[0] for name in names]
+            log_p = mean_of(torch.stack(again)) if len(again) > 1 else again[0]
+        return certified(certificate, log_p, _labels(loaded.test))
+
+    passes: dict[str, list[tuple[Tensor, Tensor | None]]] = {}  # of peers, by the way in which weights are averaged
     for name in run:
         posterior = run[name].to(where)
         found, log_p, disagreement, valid = _judge(posterior, name, run, loaded, draws, settle)
+        if posterior.certificate is not None:
+            found["certificate"] = promised(posterior.certificate, [name], log_p)
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
             found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
-        if averaged and posterior.averages and posterior.members > 1:
-            found["averaged"] = judge_averages(
-                cast(Any, posterior), name, loaded, run.recipe.data.augment, predict, judge
-            )
+        if averaged and posterior.averages:
+            one_pass = predict_averages(posterior, name, loaded, run.recipe.data.augment, predict)
+            found["averaged"] = {way: judge(*pair) for way, pair in one_pass.items()}
+            for way, pair in one_pass.items():
+                passes.setdefault(way, []).append(pair)
         peers.append(found)
         log_probabilities.append(log_p)
         expected.append(entropy_of(log_p) - disagreement)  # (1/S) Σ_s H[p_s]
@@ -149,10 +165,23 @@ def evaluate(
         mean, validated = mean_of(stacked), [one for one in held if one is not None]
         record["ensemble"] = judge(mean, mean_of(torch.stack(validated)) if validated else None)
         disagreement = (entropy_of(mean) - torch.stack(expected).mean(0)).clamp_min(0)
-        record["ensemble"]["selective"] = selective(mean, disagreement, _labels(loaded.test), options.retention)
+        labels = _labels(loaded.test)
+        record["ensemble"]["selective"] = selective(mean, disagreement, labels, options.retention)
+        record["ensemble"]["reliability"] = binned(metrics.reliability(mean.exp(), labels, options.ece_bins))
+        if run.certificate is not None:
+            record["ensemble"]["certificate"] = promised(run.certificate, list(run), mean)
+        for way, pairs in passes.items():
+            if len(pairs) == len(peers):
+                together = mean_of(torch.stack([test for test, _ in pairs]))
+                valids = [valid for _, valid in pairs if valid is not None]
+                whole = judge(together, mean_of(torch.stack(valids)) if valids else None)
+                record["ensemble"].setdefault("averaged", {})[way] = whole
         for other, found_outside in log_outside.items():
             outer = mean_of(torch.stack(found_outside))
             record["ensemble"].setdefault("out_of_distribution", {})[other] = judge_outside(mean, outer)
+    if examples:
+        together = mean_of(torch.stack(log_probabilities)) if len(peers) > 1 else log_probabilities[0]
+        record["examples"] = shown_inputs(together, loaded, examples)
     if corrupted is not None:
         posteriors = {name: run[name].to(where) for name in run}
         temperatures = {one.get("name"): one.get("temperature") for one in (*peers, record.get("ensemble", {}))}
@@ -177,14 +206,9 @@ def _to_judge(data: Any, run: Run, root: str | Path | None) -> Dataset:
     size = None if words is not None else options.size
     if isinstance(data, str | Path):
         return load(data, root=root, size=size, stats=options.stats, vocabulary=words)
-    names = run.about.get("class_names")
-    said = run.about.get("data")
-    if said is not None:
-        with contextlib.suppress(InputError):  # a part of them alone could not be split so
-            again = load(data, validation=options.validation, size=size, vocabulary=words, names=names)
-            if again.digest() == said["digest"]:
-                return again
-    return load_judged(data, size=size, vocabulary=words, names=names)
+    if (again := run.as_learnt(data)) is not None:
+        return again
+    return load_judged(data, size=size, vocabulary=words, names=run.about.get("class_names"))
 
 
 def _last_epochs(run: Run, count: int) -> Record:
@@ -234,7 +258,7 @@ def _judge(
 def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
     """Return the figures of log-probabilities (N, C) of the test split, with those of the validation split."""
     labels = _labels(loaded.test)
-    found = figures_of(log_p, labels, bins)
+    found = basic_figures(log_p, labels, bins)
     if held is not None and loaded.validation is not None:
         found |= recalibrated(held, _labels(loaded.validation), log_p, labels, bins)
     return found
@@ -246,8 +270,14 @@ def _labels(split: Split) -> Tensor:
 
 
 def write_record(path: Path, record: Record | list[Record]) -> None:
-    """Write a record (or several) as JSON, atomically."""
-    storage.write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+    """Write a record (or several) as JSON, atomically, without the inputs that pages show.
+
+    Args:
+        path: the file.
+        record: one, or several.
+    """
+    figures = list(map(written, record)) if isinstance(record, list) else written(record)
+    storage.write_bytes(path, (json.dumps(figures, indent=1) + "\n").encode())
 
 
 def find_runs(folder: str | Path) -> list[Path]:

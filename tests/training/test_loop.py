@@ -23,7 +23,7 @@ from peerbayes.runs.plan import Job, Node
 from peerbayes.runs.run import default_folder
 from peerbayes.runs.session import train_wave
 from peerbayes.training.learner import Learner
-from peerbayes.training.packing import run_together
+from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import ConsoleReporter, Reporter
 
 SHAPE = (1, 4, 4)
@@ -175,9 +175,9 @@ def test_all_processes_give_up_where_predictions_of_the_first_are_nan(monkeypatc
             return True
 
     made = learner(0)
-    monkeypatch.setattr(made.looks, "world", Others(1, 2))
+    monkeypatch.setattr(made.evaluator, "world", Others(1, 2))
     with pytest.raises(TrainingError, match=r"predictions of peer 'a' became nan"):
-        made.looks.judge("a", 0, 0)
+        made.evaluator.judge("a", 0, 0)
     assert asked == [False]
 
 

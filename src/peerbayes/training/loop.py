@@ -35,31 +35,31 @@ def run_together(
     errors: dict[int, TrainingError] = {}
     held = Held()
     with torch.random.fork_rng(devices), held.listening(), contextlib.ExitStack() as stack:
-        running = {place: learner.steps() for place, learner in enumerate(learners)}
+        running = {index: learner.steps() for index, learner in enumerate(learners)}
         for learner, steps in zip(learners, running.values(), strict=True):
             stack.callback(learner.feed.close)  # also of one that never began
             stack.callback(steps.close)  # type: ignore[attr-defined]
         while running:
-            if _ends(held, [learners[place] for place in running]):
-                held.end(_kept([learners[place] for place in running]))
-            for place in list(running):
-                learner = learners[place]
+            if _ends(held, [learners[index] for index in running]):
+                held.end(_kept([learners[index] for index in running]))
+            for index in list(running):
+                learner = learners[index]
                 try:
                     with learner.engine.running():
-                        if next(running[place], "end") is None:
+                        if next(running[index], "end") is None:
                             held.holding |= learner.position.step > 0
                             continue
                     if learner.device.type == "cuda":
                         torch.cuda.synchronize(learner.device)
-                    on_end(place)
+                    on_end(index)
                 except TrainingError as error:
-                    errors[place] = error
+                    errors[index] = error
                 except torch.OutOfMemoryError as error:
-                    errors[place] = OutOfMemory(
+                    errors[index] = OutOfMemory(
                         f"the memory of {learner.device} is used up at step {learner.position.step} ({reason(error)}); "
                         "the last checkpoint is kept: take smaller batches, or stream the images (--placement stream)"
                     )
-                del running[place]
+                del running[index]
         if held.number is not None:  # it came in the last step
             held.end("")
     return errors

@@ -36,8 +36,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor] | None:
     if path.suffix not in PICKLED:
         try:
             with safe_open(path, framework="pt") as file:
-                own = "peerbayes" in (file.metadata() or {})
-                return None if own else {name: file.get_tensor(name) for name in list(file.keys())}
+                is_ours = "peerbayes" in (file.metadata() or {})
+                return None if is_ours else {name: file.get_tensor(name) for name in list(file.keys())}
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: not a readable safetensors file ({error})") from None
     try:
@@ -96,26 +96,26 @@ def fitted(state: Mapping[str, Tensor], network: nn.Module, path: Path, new_head
         InputError: which tensors differ, and whether it is only the head.
     """
     expected = network.state_dict()
-    found = under_names(state, expected)
+    tensors = under_names(state, expected)
     optional = ("num_batches_tracked", "normalize.mean", "normalize.std")
-    missing = [name for name in expected if name not in found and not name.endswith(optional)]
-    extra = [name for name in found if name not in expected]
+    missing = [name for name in expected if name not in tensors and not name.endswith(optional)]
+    extra = [name for name in tensors if name not in expected]
     if missing:
         raise InputError(f"{path}: has no tensor '{missing[0]}'{_others(missing)}; is it of another network?")
     if extra:
         raise InputError(
             f"{path}: has a tensor '{extra[0]}'{_others(extra)} that this network has not; is it of another network?"
         )
-    other = [name for name, tensor in found.items() if tensor.shape != expected[name].shape]
-    heads = [name for name in other if found[name].shape[1:] == expected[name].shape[1:]]
+    other = [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]
+    heads = [name for name in other if tensors[name].shape[1:] == expected[name].shape[1:]]
     if other and heads == other and new_head:
-        return {**expected, **{name: tensor for name, tensor in found.items() if name not in heads}}
+        return {**expected, **{name: tensor for name, tensor in tensors.items() if name not in heads}}
     if other:
         name = other[0]
-        shapes = f"{tuple(found[name].shape)}, expected {tuple(expected[name].shape)}"
+        shapes = f"{tuple(tensors[name].shape)}, expected {tuple(expected[name].shape)}"
         hint = "; --new-head begins a new head there" if heads == other else "; is it of another network?"
         raise InputError(f"{path}: tensor '{name}'{_others(other)} has shape {shapes}{hint}")
-    return {**expected, **found}
+    return {**expected, **tensors}
 
 
 def _others(names: list[str]) -> str:
