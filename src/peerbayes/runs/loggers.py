@@ -34,14 +34,24 @@ class Logger(ABC):
 
     @abstractmethod
     def parameters(self, values: Mapping[str, Any], text: str) -> None:
-        """Log what the run is: values by key, and the recipe as TOML."""
+        """Log what the run is.
+
+        Args:
+            values: by key.
+            text: the recipe, as TOML.
+        """
 
     def again(self, values: Mapping[str, Any], text: str) -> None:  # noqa: B027 (most keep what they have)
         """Log it for a run that goes on."""
 
     @abstractmethod
     def metrics(self, values: Values, step: int) -> None:
-        """Log figures of an epoch."""
+        """Log figures of an epoch.
+
+        Args:
+            values: by name.
+            step: steps that were made so far.
+        """
 
     def figures(self, values: Values, step: int) -> None:
         """Log what the finished run is worth."""

@@ -179,7 +179,13 @@ def _states(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def parameters_of(folder: Path, recipe: Recipe, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run is: its recipe, key by key, seed, folder, versions and hardware."""
+    """Return what a run is: its recipe, key by key, seed, folder, versions and hardware.
+
+    Args:
+        folder: the run folder.
+        recipe: its recipe.
+        about: what run.json says of it.
+    """
     first = {"recipe": recipe.name, "digest": recipe.digest, "folder": str(folder.resolve())}
     known = {key: about[key] for key in ("seed", "hardware", "engine", "precision", "versions") if key in about}
     return first | dict(_flat(known, ".")) | dict(_flat(recipe.model_dump(exclude_none=True), "."))
