@@ -22,12 +22,12 @@ test-gpu: $(READY)  # the record is of the commit that is checked out, and writt
 test-lowest: $(LOWEST)/.ready
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -o filterwarnings=default tests/test_doctor.py tests/test_completion.py \
 	    tests/test_front_door.py tests/test_networks.py tests/math/test_noise.py tests/posteriors/test_storage.py \
-	    tests/recipes tests/reports/test_judging.py tests/runs/test_loggers.py tests/exporting/test_export.py
+	    tests/recipes tests/reports/test_judging.py tests/runs/test_loggers.py tests/exporting/test_export.py tests/serving/test_serving.py
 
 $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints-lowest.txt -e ".[zoo,sweep,text,export,tensorboard,mlflow,wandb]" \
-	    pytest hypothesis
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints-lowest.txt -e ".[zoo,sweep,text,export,serve,tensorboard,mlflow,wandb]" \
+	    pytest hypothesis httpx
 	touch $@
 
 lint: $(READY)
