@@ -34,6 +34,11 @@ def test_evaluate_refuses_it_before_it_looks_for_runs(tmp_path, capsys):
     assert told.endswith("recipe.toml' is no name of a page; expected a file that ends in .html")
 
 
+def test_a_file_is_not_compared_with_itself(predictions):
+    with pytest.raises(InputError, match=r"mine-seed0\.csv: is given twice"):
+        pb.judge(predictions, str(predictions.parent / "." / predictions.name))
+
+
 def test_columns_that_are_no_classes_are_named(predictions):
     predictions.write_text("id,label,l0,l1\n7,0,2.0,-1.0\n8,1,0.5,3.0\n")
     with pytest.raises(InputError, match=r"column 'id' is no class's; expected 'label' and a column a class"):
