@@ -91,10 +91,13 @@ def evaluate(
     """
     from peerbayes.reports.evaluating import find_runs
     from peerbayes.reports.page import write_page, write_report
+    from peerbayes.reports.record import check_page
     from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
 
     trust_runs(trust)
+    if out is not None:
+        check_page(out)
     folders = [folder for given in runs for folder in find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
@@ -148,7 +151,9 @@ def judge(
     """
     from peerbayes.reports.judging import judge as judged
     from peerbayes.reports.page import write_page
+    from peerbayes.reports.record import check_page
 
+    check_page(out)
     records = judged(*predictions, logits=logits, bins=bins)
     for record in records if calibrated else ():
         if "cnll" not in record["peers"][0]:

@@ -99,6 +99,12 @@ class _About(Table):
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     certificate: Certificate | None = None
 
+    @model_validator(mode="after")
+    def _every_class_has_a_name(self) -> _About:
+        if self.inputs is not None and self.class_names is not None and len(self.class_names) != self.inputs.classes:
+            raise ValueError(f"class_names: {len(self.class_names)} names of {self.inputs.classes} classes")
+        return self
+
 
 class _PeerLine(Table):
     """What an epoch was to a peer."""
