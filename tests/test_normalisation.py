@@ -212,7 +212,7 @@ def test_a_trained_network_of_which_nothing_is_known_is_warned_of_once(tmp_path)
     assert one == (
         "the network of peer 'net' looks trained, and nothing tells which mean and deviation its images were "
         "normalised by: it is given them in [0, 1]; pass normalize=(mean, std), 'imagenet' or 'data', or "
-        "normalize=None if [0, 1] is right"
+        "normalize=None if [0, 1] is right (of the command adopt: --normalize)"
     )
     assert normalization_of(posterior.network) is None
     fitted(trained(plain(), GIVEN, 3), tmp_path / "none", normalize=None)  # silent, as all below
@@ -220,7 +220,7 @@ def test_a_trained_network_of_which_nothing_is_known_is_warned_of_once(tmp_path)
     fitted(plain(), tmp_path / "fresh")
     bare = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
     given = pb.Point(bare, start_from=bare)
-    with pytest.warns(PeerbayesWarning, match="looks trained"):  # of weights that were given
+    with pytest.warns(PeerbayesWarning, match="the network of peer 'net' is trained"):  # of weights that were given
         pb.fit({"net": given}, data=data(), recipe=STILL, run=tmp_path / "bare", device="cpu")
 
 

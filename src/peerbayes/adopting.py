@@ -129,7 +129,7 @@ class Adoption:
         """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
         posterior = changes.pop("posterior")
         named = {"network": self._network, "posterior": posterior}
-        given: dict[str, Any] = {"data": self._given, "normalize": self.normalize}
+        given: dict[str, Any] = {"data": self._given, "normalize": self.normalize, "trained": True}
         if self.module is not None:
             given["networks"] = dict.fromkeys(peers, self.module)
             given["starts"] = dict.fromkeys(peers, self.plain) if start is not None else {}
@@ -297,7 +297,8 @@ def adopt(
             into a small codebook.
         widths: of scales, as ``gain`` of `MeanField`.
         new_head: begin a new head where the file's has another number of classes, and train it for ``epochs`` first.
-        normalize: how a module expects its images, see `peerbayes.networks.normalised`.
+        normalize: how the network expects its images, see `peerbayes.networks.normalised`. By default a warning says
+            where nothing is known of that.
         corrupted: what else to evaluate images on, see `peerbayes.evaluate`; None for nothing.
         compare: other runs over the same data, such as an ensemble, for the table alone, by what to call them.
         seed: seed of everything random.

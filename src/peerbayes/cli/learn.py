@@ -211,6 +211,13 @@ def adopt(
     new_head: Annotated[
         bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
     ] = False,
+    normalize: Annotated[
+        str,
+        typer.Option(
+            help="How the network expects its images: imagenet, data, none, or MEAN,STD (two numbers, or means of all "
+            "channels and then deviations)."
+        ),
+    ] = "auto",
     corrupted: Annotated[
         str, typer.Option(help="Evaluate images corrupted, too: mixed, made (75 times as many), a folder, or none.")
     ] = "mixed",
@@ -229,6 +236,7 @@ def adopt(
 ) -> None:
     """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
     from peerbayes import adopting
+    from peerbayes.networks.normalisation import read_choice
     from peerbayes.runs.how import How
 
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
@@ -240,6 +248,7 @@ def adopt(
         "extra_epochs": extra_epochs,
         "widths": tuple(width) if width else adopting.WIDTHS,
         "new_head": new_head,
+        "normalize": read_choice(normalize),
         "seed": seed,
         "overrides": changes,
     }

@@ -10,17 +10,18 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from peerbayes.choices import Statistics
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.networks.inputs import Inputs, Normalize
 from peerbayes.networks.network_state import evaluating
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
-Choice = Literal["auto", "imagenet", "data"] | tuple[Sequence[float], Sequence[float]] | None
+Choice = Literal["auto"] | Statistics | tuple[float | Sequence[float], float | Sequence[float]] | None
 
 IMAGENET_STATS: Stats = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _STATS = "input_statistics"  # the name of what was put in front; its buffers are called by the next two
@@ -29,7 +30,9 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # by the class that a netwo
 _SETTLED = "takes_images_in_unit_range"  # set on a network of which it is known that nothing belongs there
 
 
-def normalised(network: nn.Module, normalize: Choice, inputs: Inputs, who: str = "the network") -> nn.Module:
+def normalised(
+    network: nn.Module, normalize: Choice, inputs: Inputs, who: str = "the network", *, started: bool = False
+) -> nn.Module:
     """Return a copy of a network with the normalisation that it expects in front, or itself where it expects none.
 
     Its parameters and buffers keep their names. ``"auto"`` takes what `data.stats` asks for, else the network's own
@@ -38,10 +41,11 @@ def normalised(network: nn.Module, normalize: Choice, inputs: Inputs, who: str =
 
     Args:
         network: from images to logits.
-        normalize: ``"auto"``, ``"imagenet"``, ``"data"``, (mean, std) by channel of images in [0, 1], or None for a
-            network that does it itself, or wants images in [0, 1].
+        normalize: ``"auto"``, ``"imagenet"``, ``"data"``, (mean, std) of images in [0, 1], a number for all channels or
+            one for each, or None for a network that does it itself, or wants images in [0, 1].
         inputs: shape and statistics of the data.
         who: the network, for messages.
+        started: its weights are known to be trained ones.
 
     Example:
         >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
@@ -51,7 +55,7 @@ def normalised(network: nn.Module, normalize: Choice, inputs: Inputs, who: str =
         True
     """
     made = copy.deepcopy(network)
-    settle(made, normalize, inputs, run=made, tensors=dict(made.named_parameters()), who=who)
+    settle(made, normalize, inputs, run=made, tensors=dict(made.named_parameters()), started=started, who=who)
     if normalization_of(made) != normalization_of(network):
         return made
     carry_over(made, network)
@@ -80,7 +84,9 @@ def settle(
         who: the network, for messages.
     """
     stats = _chosen(normalize, inputs)
-    if inputs.tokens or normalize is None or (stats is None and getattr(network, _SETTLED, False)):
+    if normalize is None:
+        setattr(network, _SETTLED, True)
+    if inputs.tokens or (stats is None and getattr(network, _SETTLED, False)):
         return
     if stats is not None and normalization_of(network) == stats:
         return
@@ -93,19 +99,62 @@ def settle(
         stats = inputs.mean, inputs.std
     if stats is None:
         known, trained = own_statistics(network), looks_trained(network, tensors)
-        trained = True if started else trained
+        trained = started or trained
         if known is not None:
             fits = len(known[0]) == inputs.shape[0] and trained is not False
             stats = known if fits else (inputs.mean, inputs.std)
         elif trained:
-            told = (f"{who} looks trained, and nothing tells which mean and deviation its images were normalised by: "
-                    "it is given them in [0, 1]; pass normalize=(mean, std), 'imagenet' or 'data', or normalize=None "
-                    "if [0, 1] is right")  # fmt: skip
+            told = (f"{who} {'is' if started else 'looks'} trained, and nothing tells which mean and deviation its "
+                    "images were normalised by: it is given them in [0, 1]; pass normalize=(mean, std), 'imagenet' or "
+                    "'data', or normalize=None if [0, 1] is right (of the command adopt: --normalize)")  # fmt: skip
             warnings.warn(told, PeerbayesWarning, stacklevel=2)
     if stats is None:
         setattr(network, _SETTLED, True)
     else:
         put_in_front(network, stats, device)
+
+
+def read_choice(words: str) -> Choice:
+    """Return the choice that ``auto``, ``imagenet``, ``data``, ``none`` or ``MEAN,STD`` names.
+
+    Args:
+        words: ``MEAN,STD`` are two numbers for all channels, or a mean for each channel and then a deviation for each.
+
+    Example:
+        >>> read_choice("none"), read_choice("0.5,0.25")
+        (None, (0.5, 0.25))
+    """
+    if words in ("auto", *get_args(Statistics)):
+        return cast(Choice, words)
+    if words == "none":
+        return None
+    try:
+        numbers = [float(number) for number in words.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or len(numbers) % 2:
+        raise InputError(
+            f"normalize is '{words}', expected auto, {', '.join(get_args(Statistics))}, none, or MEAN,STD: two "
+            "numbers, or the means of all channels and then their deviations"
+        )
+    half = len(numbers) // 2
+    return (numbers[0], numbers[1]) if half == 1 else (numbers[:half], numbers[half:])
+
+
+@torch.no_grad()
+def change_own(network: nn.Module, normalize: Choice, inputs: Inputs) -> None:
+    """Let a network that brings a `Normalize` along normalise as it is asked to, in place; ``"auto"`` changes nothing.
+
+    Args:
+        network: ours, or ``timm/NAME``.
+        normalize: see `normalised`.
+        inputs: of the data.
+    """
+    stats: Stats | None = ((0.0,), (1.0,)) if normalize is None else _chosen(normalize, inputs)
+    for module in network.modules() if stats is not None else ():
+        if isinstance(module, Normalize):
+            for tensor, values in zip((module.mean, module.std), cast(Stats, stats), strict=True):
+                tensor.copy_(torch.tensor(values).view(1, -1, 1, 1))
 
 
 def _chosen(normalize: Any, inputs: Inputs) -> Stats | None:
@@ -116,7 +165,7 @@ def _chosen(normalize: Any, inputs: Inputs) -> Stats | None:
         raise InputError("normalize is for images, but the data are texts")
     channels = inputs.shape[0]
     if isinstance(normalize, str):
-        if normalize not in ("imagenet", "data"):
+        if normalize not in get_args(Statistics):
             raise InputError(f"normalize is '{normalize}', expected 'auto', 'imagenet', 'data', (mean, std) or None")
         stats = IMAGENET_STATS if normalize == "imagenet" else (inputs.mean, inputs.std)
     else:

@@ -13,7 +13,7 @@ from peerbayes.errors import InputError, reason, within
 from peerbayes.importing import in_run
 from peerbayes.math.noise import Address, format_of, seed_of
 from peerbayes.networks.features import capture
-from peerbayes.networks.normalisation import describe, restore
+from peerbayes.networks.normalisation import describe, normalization_of, restore
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.flat_network import FlatNetwork, Weights
@@ -65,10 +65,13 @@ class Posterior(PosteriorKind, FlatNetwork):
         seed: int = 0,
         name: str = "peer",
     ) -> None:
-        origin = "start_from"
+        origin, about = "start_from", None
         if isinstance(start_from, str | Path):
-            origin, start_from = str(start_from), _state_in(Path(start_from), network)
+            origin = str(start_from)
+            about, start_from = _state_in(Path(start_from), network)
         super().__init__(network, bayesian, start_from, origin)
+        if about is not None and normalization_of(self.network) is None:
+            restore(self.network, {"normalize": None} | about)  # where a file of ours names none, there was none
         self.seed, self.name = seed, name
         self.input_shape: tuple[int, ...] | None = None  # of one image or text, where it is known
         self.class_names: tuple[str, ...] | None = None
@@ -329,9 +332,10 @@ class Posterior(PosteriorKind, FlatNetwork):
         return tensors
 
 
-def _state_in(path: Path, network: nn.Module) -> dict[str, Tensor]:
-    kind, tensors = storage.read_state(path)
-    if kind in (None, "point", "mean_field"):
-        return tensors
+def _state_in(path: Path, network: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Return what a file says beside its tensors, None for a plain state dict, and its mean weights."""
+    about, tensors = storage.read_state(path)
+    if about is None or about.get("kind") in (None, "point", "mean_field"):
+        return about, tensors
     # Other kinds make their mean weights of several tensors.
-    return dict(Posterior.load(path, network).materialise().state_dict())
+    return about, dict(Posterior.load(path, network).materialise().state_dict())

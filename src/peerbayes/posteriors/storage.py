@@ -213,8 +213,8 @@ def bytes_of(path: Path) -> tuple[int, dict[str, int]]:
     return 8 + length, {name: end - start for name, (start, end) in sorted(ends.items(), key=lambda item: item[1])}
 
 
-def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    """Read a network's tensors by name, from a plain state dict (kind None) or a posterior's means (its kind).
+def read_state(path: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Read a network's tensors by name, from a plain state dict or a posterior's means, after its description, if any.
 
     Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
     """
@@ -224,8 +224,7 @@ def read_state(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     if "peerbayes" not in metadata:
         return None, tensors
     tensors, about = read(path)
-    kind = about.get("kind")
-    return kind, tensors if kind is None else plain_names(tensors)
+    return about, tensors if about.get("kind") is None else plain_names(tensors)
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from peerbayes.engine.stages import seeded
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, within
 from peerbayes.math.noise import Address
-from peerbayes.networks.normalisation import Choice
+from peerbayes.networks.normalisation import Choice, change_own
 from peerbayes.posteriors.base import Posterior, Source
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import network_inputs, refuse_other_words
@@ -34,6 +34,7 @@ def build_peer(
     network: torch.nn.Module | None = None,
     depth: int = 0,
     normalize: Choice = "auto",
+    trained: bool = False,
 ) -> Posterior:
     """Build one peer's posterior.
 
@@ -45,13 +46,14 @@ def build_peer(
         start: weights file, or posterior, that it starts from. A codebook without one is a stand-in.
         network: in the place of the one that the settings name.
         depth: trainings that lie behind it.
-        normalize: how images are normalised for a network that is not ours.
+        normalize: how the network expects its images; see `peerbayes.networks.normalised`.
+        trained: whether ``network`` is known to be trained.
     """
     inputs, kind, who = network_inputs(data), peer.posterior.posterior_class, _network_of(peer.name)
     if isinstance(start, Posterior):
         _normalise(start, normalize, inputs, who)
     elif network is not None:
-        network = networks.normalised(network, normalize, inputs, who)
+        network = networks.normalised(network, normalize, inputs, who, started=trained)
     options = peer.posterior.arguments()
     if kind.made_of_posterior:
         network = network if network is not None else networks.build(peer.network, inputs)
@@ -62,17 +64,22 @@ def build_peer(
         with within(source_of):
             return kind.made_from(_on(posterior, device), network, options, data.train, seed, peer.name)
     source: Source | None = start
+    named = network is None
     if network is None:
         with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
             network = networks.build(peer.network, inputs)
-            if ":" in peer.network:
-                network = networks.normalised(network, normalize, inputs, who)
             if isinstance(start, Path):
                 source = networks.starting_point(peer.network, inputs, start, network, peer.new_head)
     try:
-        return kind(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
+        posterior = kind(network, start_from=source, seed=seed, name=peer.name, **options).to(device)
     except OptionError as error:
         raise InputError(f"peer '{peer.name}': posterior.{error}") from None
+    # After the weights, which tell what the network expects.
+    if named and ":" in peer.network:
+        _normalise(posterior, normalize, inputs, who)
+    elif named:
+        change_own(posterior.network, normalize, inputs)
+    return posterior
 
 
 def _network_of(peer: str) -> str:
@@ -118,6 +125,7 @@ def build_peers(
             network=network,
             depth=depth,
             normalize=node.job.given.normalize,
+            trained=node.job.given.trained,
         )
     return peers
 

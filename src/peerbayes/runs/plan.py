@@ -38,7 +38,8 @@ class Given:
         teachers: posteriors that the peers learn from.
         teacher_draws: draws of each Bayesian teacher in a step.
         data: a data set that is loaded already.
-        normalize: how images are normalised for networks that came from Python; see `peerbayes.networks.normalised`.
+        normalize: how networks expect their images; see `peerbayes.networks.normalised`.
+        trained: whether ``networks`` are known to be trained.
     """
 
     peers: Mapping[str, Posterior] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Given:
     teacher_draws: int = 1
     data: Dataset | None = None
     normalize: Choice = "auto"
+    trained: bool = False
 
 
 @dataclass(frozen=True, eq=False)
