@@ -258,6 +258,67 @@ def test_a_data_frame_is_read_as_its_file(tmp_path, files, make):
         load(make({"text": TEXTS, "label": [None, *WORDS[1:]]}))
 
 
+@pytest.mark.parametrize("make", [Frame, real_frame])
+@pytest.mark.parametrize("kind", [pictures, list, lambda images: list(torch.from_numpy(images))])
+def test_a_data_frame_of_images_is_a_list_of_them(make, kind):
+    for labels in (LABELS, WORDS):
+        frame = make({"image": kind(COLOUR), "label": labels.tolist()})
+        expected = load(list(zip(kind(COLOUR), labels.tolist(), strict=True)))
+        same(load(frame), expected)
+        same(load({"train": frame}), expected)
+    with pytest.raises(
+        InputError, match=r"train: expected a column 'label' and one column of images \(columns: 'a', 'b"
+    ):
+        load(make({"a": kind(COLOUR), "b": kind(COLOUR), "label": LABELS.tolist()}))
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        (np.zeros(5), r"a ndarray of shape \(5,\)"),
+        ([1, 2], "a list"),
+        ({"bytes": b"a"}, "a dict"),
+        (b"abc", "a bytes"),
+    ],
+)
+def test_a_cell_of_a_data_frame_that_is_no_text_is_refused(cell, found):
+    told = rf"train \(a DataFrame\), row 2: column 'text' holds {found}, expected a text, a path or a number, or PIL"
+    with pytest.raises(InputError, match=told):
+        load(Frame({"text": ["a", cell, "c"], "label": [0, 1, 0]}))
+
+
+MANY = np.arange(36) % 12
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [MANY.astype(float), MANY.astype(float).tolist(), torch.from_numpy(MANY).double(), [np.float32(n) for n in MANY]],
+    ids=["array", "floats", "tensor", "scalars"],
+)
+def test_whole_floats_are_class_numbers(labels):
+    images = np.resize(COLOUR, (36, 6, 8, 3))
+    same(load((images, labels)), from_arrays((images, MANY)))
+    same(load(Frame({"image": list(images), "label": list(labels)})), from_arrays((images, MANY)))
+
+
+def test_numbers_as_texts_are_in_the_order_of_their_values(tmp_path):
+    images = np.resize(COLOUR, (36, 6, 8, 3))
+    named = from_arrays((images, MANY), names=[str(number) for number in range(12)])
+    for labels in (MANY.astype(str), MANY.astype(float).astype(str)):  # "10" and "10.0"
+        same(load((images, labels)), named)
+    assert load((images, (MANY / 2).astype(str))).class_names == tuple(
+        str(n / 2) if n % 2 else str(n // 2) for n in range(12)
+    )
+    texts = [f"text {number}" for number in range(36)]
+    rows = write(tmp_path / "whole.csv", [["text", "label"], *zip(texts, MANY, strict=True)])
+    floats = write(tmp_path / "floats.csv", [["text", "label"], *zip(texts, MANY.astype(float), strict=True)])
+    halves = write(tmp_path / "halves.csv", [["text", "label"], *zip(texts, MANY / 2, strict=True)])
+    same(load(floats), load(rows))
+    same(load(Frame({"text": texts, "label": MANY.astype(float).tolist()})), load(rows))
+    assert load(halves).class_names == tuple(str(number / 2) for number in range(12))
+    assert load((texts, ["b", "10", "9"] * 12)).class_names == ("10", "9", "b")
+
+
 def test_paths_are_never_read_as_texts(tmp_path, files):
     paths = [tmp_path / name for name in files]
     expected = from_arrays((COLOUR[:, :6, :6], LABELS))
@@ -398,6 +459,16 @@ def test_pictures_of_different_sizes_are_made_squares_and_it_is_said():
     assert torch.equal(everything(first)[0], everything(alone.sized(5))[0])
 
 
+def test_an_odd_first_image_does_not_set_the_size_of_all(tmp_path):
+    given = [Image.new("RGB", (1, 1)), *(Image.new("RGB", (40 + n, 50)) for n in range(9))]
+    assert load((given, [0, 1] * 5)).shape == (3, 44, 44)
+    for number, image in enumerate(given):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image.save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    assert load(tmp_path).shape == (3, 44, 44)
+    assert load((given[::-1], [0, 1] * 5)).shape == (3, 48, 48)  # the first, as it is not odd
+
+
 def test_random_transforms_are_warned_of_once():
     class Changing(Mapped):
         def __getitem__(self, number):
@@ -433,7 +504,7 @@ class Endless(IterableDataset):
         ((COLOUR, LABELS[:4]), r"train_labels: 4 labels for 30 images"),
         ((TEXTS, LABELS[:4]), r"train: 4 labels for 30 items"),
         ((COLOUR, 3), r"train: \(X, y\) with y of type int, expected one label an item"),
-        ((COLOUR, LABELS / 2), r"train: the label of item 0 is a float \(0.0\), expected a class number or a name"),
+        ((COLOUR, LABELS / 2), r"train: the label of item 1 is a float \(0.5\), expected a class number or a name"),
         ((COLOUR, np.eye(30)), r"train: the label of item 0 is a ndarray \(of shape \(30,\)\), expected"),
         ((COLOUR, LABELS - 1), r"train_labels: labels must not be negative, got -1"),
         (

@@ -9,7 +9,8 @@ subset's ``train10k``), ``test`` and ``val`` or ``validation`` of ``[text, label
 
 A table whose rows name image files, with or without a header, holds those images.
 
-Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
+Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names (by
+value where all of them are numbers).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from peerbayes.data.datasets.numbering import in_order, whole_number
 from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source
 from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
 from peerbayes.data.splits import FolderSplit, natural_size
@@ -43,9 +45,9 @@ class _Classes:
     def of(cls, items: Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
         """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
         found = set(items.labels)
-        numbers = {_number(label) for label in found}
+        numbers = {whole_number(label) for label in found}
         if None in numbers or (names is not None and not items.numbered and found <= set(names)):
-            names = names or tuple(sorted(map(str, found)))
+            names = names or in_order(set(map(str, found)))
             return cls(len(names), names, by_name=True, first=0)
         known = {number for number in numbers if number is not None}
         if first is None:
@@ -70,17 +72,11 @@ class _Classes:
         places = {name: place for place, name in enumerate(self.names or ())}
         labels = []
         for place, label in enumerate(items.labels):
-            number = places.get(str(label)) if self.by_name else _number(label)
+            number = places.get(str(label)) if self.by_name else whole_number(label)
             if number is None or not 0 <= number - self.first < self.count:
                 raise InputError(f"{items.place(place)}: expected {self._expected}, found '{label}'")
             labels.append(number - self.first)
         return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
-
-
-def _number(label: str | int) -> int | None:
-    if isinstance(label, int):
-        return label
-    return int(label) if label.removeprefix("-").isdecimal() else None
 
 
 def assemble(
@@ -108,7 +104,7 @@ def assemble(
             raise InputError(f"{items.where}: holds {kinds[0]}, expected {kinds[1]} as in {train.where}")
     if not train.images:
         return Corpus(learnt, others[0], others[1], classes.count, classes.names)
-    size = natural_size(learnt.texts[0])
+    size = natural_size(learnt.texts)
     files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *others)]
     return Source(files[0], files[1], files[2], classes=classes.count, class_names=classes.names)
 
@@ -131,7 +127,7 @@ def read_csv(
     if not want_train:
         items = csv_items(test or train, labelled=False)
         if items.images:
-            return Source(None, FolderSplit(items.texts, None, natural_size(items.texts[0])))
+            return Source(None, FolderSplit(items.texts, None, natural_size(items.texts)))
         return Corpus(None, Texts(items.texts, None))
     listing = train.parent / "classes.txt"
     if listing.is_file():

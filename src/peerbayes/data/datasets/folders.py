@@ -112,7 +112,7 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         warnings.warn(f"{folder}: has no folder of class '{absent[0]}'{more}", PeerbayesWarning, stacklevel=2)
-    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files[0]))
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files))
 
 
 def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSplit:
@@ -167,7 +167,7 @@ def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSp
         labels.append(numbers[name])
     if not files:
         raise InputError(f"{listing}: expected one line an image, found none")
-    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files[0]))
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files))
 
 
 def count_images(folder: Path) -> int:
@@ -182,7 +182,7 @@ def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
     count_images(folder)
     files = image_files(folder)
-    return FolderSplit(files, None, natural_size(files[0]))
+    return FolderSplit(files, None, natural_size(files))
 
 
 def read_folder(path: Path, want_train: bool) -> Source:
