@@ -388,6 +388,54 @@ def test_two_folders_for_one_split_are_refused_and_classes_may_have_their_names(
     assert load(tmp_path / "one").notes == (f"{tmp_path / 'one'}: no test split: the 4 images of 'valid' are it",)
 
 
+@pytest.mark.parametrize("suffix", ["_set", "-set", "_data", "_images", " split", "-dataset"])
+def test_splits_with_a_suffix_are_no_classes(tmp_path, suffix):
+    for part, count in (("Train", 5), ("val", 3), ("test", 2)):
+        fill(tmp_path / f"{part}{suffix}", "a", "b", count=count)
+    found = load(tmp_path)
+    assert (len(found.train), len(found.validation), len(found.test)) == (10, 6, 4)
+    assert found.class_names == ("a", "b")
+
+
+def test_a_suffix_names_a_split_only_where_nothing_else_does(tmp_path):
+    for part in ("train", "train_set", "test"):
+        fill(tmp_path / "exact" / part, "a", "b", count=len(part))
+    assert len(load(tmp_path / "exact").train) == 10
+    fill(tmp_path / "flat" / "train", "a", "b")
+    fill(tmp_path / "flat", "test_images")  # without classes
+    assert load(tmp_path / "flat").class_names == ("a", "b")
+    for part in ("train_set", "train_data"):
+        fill(tmp_path / "two" / part, "a", "b")
+    with pytest.raises(InputError, match="'train_data' and 'train_set' could both be the train split; leave one"):
+        load(tmp_path / "two")
+
+
+def test_a_folder_above_classes_or_splits_is_refused_with_the_one_meant(tmp_path):
+    for part in ("train", "val"):
+        fill(tmp_path / "root" / "images" / part, "a", "b")
+    meant = tmp_path / "root" / "images"
+    told = f"root: expected one sub-folder a class, found 'images' alone; if 'train', 'val' in it .*, give {meant}$"
+    with pytest.raises(InputError, match=told):
+        load(tmp_path / "root")
+    assert load(meant).class_names == ("a", "b")
+    fill(tmp_path / "deep" / "x" / "y", *"abcd")
+    with pytest.raises(InputError, match=f"if 'a', 'b', 'c', ... in it are .* give {tmp_path / 'deep' / 'x' / 'y'}$"):
+        load(tmp_path / "deep")
+    fill(tmp_path / "below" / "train" / "images", "a", "b")
+    with pytest.raises(InputError, match=f"give {tmp_path / 'below' / 'train' / 'images'}$"):
+        load(tmp_path / "below")
+    assert len(load_images(tmp_path / "root")) == 20  # without labels all are read, as before
+
+
+def test_splits_below_classes_are_warned_of(tmp_path):
+    for name in ("bus", "car"):
+        fill(tmp_path / "splits" / name, "train", "test")
+        fill(tmp_path / "years" / name, "2023", "2024")
+    with pytest.warns(PeerbayesWarning, match="every class folder holds 'test' and 'train', whose images are mixed; "):
+        assert load(tmp_path / "splits").class_names == ("bus", "car")
+    assert load(tmp_path / "years").class_names == ("bus", "car")  # silently
+
+
 def test_torchvisions_sets(tmp_path):
     torchvision = pytest.importorskip("torchvision")
     fill(tmp_path, "a", "b", count=10)
