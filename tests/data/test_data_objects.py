@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from peerbayes.data import feed, from_arrays, load, load_images
+from peerbayes.data import feed, from_arrays, load, load_images, load_texts
 from peerbayes.data.dataset import load_judged
 from peerbayes.data.datasets import formats
 from peerbayes.data.items import ItemSplit
@@ -228,6 +228,7 @@ def files(tmp_path):
 
 
 def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
     return path
@@ -338,6 +339,64 @@ def test_paths_are_never_read_as_texts(tmp_path, files):
         tmp_path / "bare.csv", [["path", "label"], *((n.removesuffix(".png"), 0) for n in files if n[0] != "0")]
     )
     assert len(load_images(bare)) == 20
+
+
+def test_names_of_images_without_their_endings(tmp_path, files):
+    ids = [name.removesuffix(".png") + "a" for name in files]
+    for name, short in zip(files, ids, strict=True):
+        (tmp_path / name).rename(tmp_path / f"{short}.png")
+    expected = from_arrays((COLOUR[:, :6, :6], LABELS))
+    for name in ("image_id", "name"):
+        same(load(write(tmp_path / "ids.csv", [[name, "label"], *zip(ids, LABELS, strict=True)])), expected)
+    (tmp_path / "image_id.png").write_bytes(b"")  # a header that is also the name of a file
+    same(load(tmp_path / "ids.csv"), expected)
+    apart = write(tmp_path / "apart" / "ids.csv", [["image_id", "label"], *zip(ids, LABELS, strict=True)])
+    with pytest.raises(InputError, match=r"row 2: there is no image '00a' \(or '00a\.jpg', say\), here or in .*apart;"):
+        load(apart)
+
+
+def test_a_text_that_is_also_the_name_of_a_file_is_a_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = write(tmp_path / "t.csv", [["text", "label"], *zip(TEXTS, WORDS, strict=True)])
+    expected = load(table)
+    for name in (TEXTS[1], "text"):
+        (tmp_path / name).write_text("something else")
+    same(load(table), expected)
+    same(load((TEXTS, WORDS)), expected)
+
+
+@pytest.mark.parametrize("kind", ["texts", "images", "pictures"])
+def test_a_column_says_the_splits(tmp_path, files, kind):
+    values = np.array(["train"] * 20 + ["Val"] * 4 + ["test_set"] * 6)
+    order = np.random.default_rng(1).permutation(30)
+    inputs = {"texts": TEXTS, "images": [str(tmp_path / name) for name in files], "pictures": pictures(COLOUR)}[kind]
+    rows = [(inputs[n], WORDS[n], values[n]) for n in sorted(order[:30], key=lambda n: (values[n] != "train", n))]
+    frame = Frame({"input": [r[0] for r in rows], "label": [r[1] for r in rows], "split": [r[2] for r in rows]})
+    parts = {"train": slice(0, 20), "val": slice(20, 24), "test": slice(24, 30)}
+    expected = load({name: (inputs[part], WORDS[part]) for name, part in parts.items()})
+    assert [len(split) for split in (expected.train, expected.validation, expected.test)] == [20, 4, 6]
+    same(load(frame), expected)
+    assert len(load_judged(frame, names=expected.class_names, vocabulary=expected.vocabulary).test) == 6
+    if kind != "pictures":
+        table = write(tmp_path / "s.csv", [["input", "label", "split"], *(rows[n] for n in range(30))])
+        same(load(table), expected)
+        read = load_images(table) if kind == "images" else load_texts(table, expected.vocabulary)
+        assert torch.equal(everything(read)[0], everything(expected.test)[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [(["a", "b"], "'a' is no split"), (["test", "val"], "no row of it is 'train', found test, validation")],
+)
+def test_a_column_that_says_no_splits_is_told(tmp_path, values, told):
+    table = write(tmp_path / "s.csv", [["text", "label", "split"], *zip(TEXTS, WORDS, values * 15, strict=True)])
+    for given in (table, Frame({"text": TEXTS, "label": list(WORDS), "split": values * 15})):
+        with pytest.warns(PeerbayesWarning, match=f"the column 'split' is not used: {told}; expected 'train', "):
+            found = load(given)
+        assert len(found.train) + len(found.test) == 30
+    frame = Frame({"text": TEXTS, "label": list(WORDS), "split": ["train", "test"] * 15})
+    with pytest.warns(PeerbayesWarning, match="the column 'split' is not used: all of it is given as 'train'"):
+        assert len(load({"train": frame}).train) == 24
 
 
 def test_a_header_is_a_header_and_data_are_data(tmp_path):

@@ -7,7 +7,8 @@ the files names the classes, one a line. JSON: an object with lists ``train`` (o
 subset's ``train10k``), ``test`` and ``val`` or ``validation`` of ``[text, label]`` or
 ``{"text": ..., "label": ...}``, and perhaps ``classes``.
 
-A table whose rows name image files, with or without a header, holds those images.
+A table whose rows name image files, with or without a header, holds those images; their endings may be left out. A
+column ``split`` of a single table says which rows are ``train``, ``validation`` and ``test``.
 
 Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names (by
 value where all of them are numbers).
@@ -16,6 +17,7 @@ value where all of them are numbers).
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +26,10 @@ from typing import Any
 import torch
 
 from peerbayes.data.datasets.numbering import in_order, whole_number
-from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source
-from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
+from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source, split_called
+from peerbayes.data.datasets.text_rows import Items, by_split, csv_items, json_items, refuse_encoding
 from peerbayes.data.splits import FolderSplit, natural_size
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 
 # ---- classes --------------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,10 @@ def assemble(
         names: the classes in order, where they are known.
         first: the first class number, where it is known.
     """
+    for part, items in (("train", train), ("test", test), ("validation", validation)):
+        if items is not None and any(split_called(value) != part for value in items.splits):
+            told = f"{items.where}: the column 'split' is not used: all of it is given as '{part}'"
+            warnings.warn(told, PeerbayesWarning, stacklevel=2)
     classes = _Classes.of(train, names, first)
     learnt = classes.texts(train)
     others = [None if items is None else classes.texts(items) for items in (test, validation)]
@@ -126,6 +132,9 @@ def read_csv(
     """
     if not want_train:
         items = csv_items(test or train, labelled=False)
+        parts = by_split(items.where, items.splits) if items.splits and test is None else None
+        if parts is not None and "test" in parts:
+            items = items.select(parts["test"])
         if items.images:
             return Source(None, FolderSplit(items.texts, None, natural_size(items.texts)))
         return Corpus(None, Texts(items.texts, None))
@@ -134,6 +143,10 @@ def read_csv(
         names = _listed(listing)
     items = csv_items(train)
     others = [None if path is None else csv_items(path) for path in (test, validation)]
+    if items.splits and test is None and validation is None:
+        parts = by_split(items.where, items.splits) or {"train": range(len(items.texts))}
+        others = [items.select(parts[part]) if part in parts else None for part in ("test", "validation")]
+        items = items.select(parts["train"])
     return assemble(items, others[0], others[1], names, 1 if items.numbered else None)
 
 

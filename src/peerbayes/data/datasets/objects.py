@@ -25,7 +25,7 @@ from peerbayes.data.datasets.arrays import array_split, count_classes
 from peerbayes.data.datasets.corpora import assemble
 from peerbayes.data.datasets.numbering import in_order, whole_number
 from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts
-from peerbayes.data.datasets.text_rows import LABELS, image_path, table_items
+from peerbayes.data.datasets.text_rows import LABELS, SPLIT, are_images, by_split, image_path, table_items
 from peerbayes.data.items import ItemSplit, Stored, is_grey, pixels
 from peerbayes.data.splits import ArraySplit, FolderSplit, natural_size, usual_side
 from peerbayes.errors import InputError, PeerbayesWarning, nearest, reason
@@ -86,7 +86,7 @@ def read_object(given: Any, names: Sequence[str] | None = None, size: int | None
 def splits_of(given: Any) -> dict[str, Any]:
     """Return the splits of an object by ``train``, ``validation`` and ``test``; an object that is one is ``train``."""
     if not isinstance(given, Mapping):
-        return {"train": given}
+        return _rows_by_split(given) if _is_frame(given) else {"train": given}
     foreign = hasattr(given, "column_names")  # Hugging Face's may hold more than is learnt
     parts: dict[str, Any] = {}
     for key, value in given.items():
@@ -207,6 +207,33 @@ def _of_columns(given: Any, where: str, size: int | None) -> _Part:
 
 def _is_image(value: Any) -> bool:
     return isinstance(value, Image.Image) or np.ndim(value) >= 2
+
+
+class _Rows:
+    """Some rows of a pandas table without one column: of it, what is read here."""
+
+    iloc = None
+
+    def __init__(self, frame: Any, numbers: Sequence[int], without: int) -> None:
+        self.columns = [name for place, name in enumerate(frame.columns) if place != without]
+        rows = list(frame.itertuples(index=False, name=None))
+        self._rows = [(*rows[number][:without], *rows[number][without + 1 :]) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def itertuples(self, **_: Any) -> Iterator[tuple[Any, ...]]:
+        return iter(self._rows)
+
+
+def _rows_by_split(frame: Any) -> dict[str, Any]:
+    """Return the splits that a column of a pandas table tells; without one all is ``train``."""
+    place = next((place for place, name in enumerate(frame.columns) if str(name).strip().lower() == SPLIT), None)
+    if place is None or not len(frame):
+        return {"train": frame}
+    values = [str(row[place]) for row in frame.itertuples(index=False, name=None)]
+    parts = by_split("train (a DataFrame)", values) or {"train": range(len(values))}
+    return {part: _Rows(frame, rows, place) for part, rows in parts.items()}
 
 
 def _picture_columns(given: Any) -> list[int]:
@@ -333,10 +360,9 @@ def _strings(
         if not isinstance(text, str | Path):
             raise InputError(f"{where}: item {number} is a {type(text).__name__}, expected a text as item 0 is")
     texts, labels = [str(text) for text, _ in pairs], [label for _, label in pairs]
-    files = [image_path(text, Path()) for text in texts]
-    some = isinstance(pairs[0][0], Path) or any(file is not None and os.path.isfile(file) for file in files)
-    if not some and not all(files):
+    if not isinstance(pairs[0][0], Path) and not are_images(texts, Path()):
         return texts, labels
+    files = [image_path(text, Path()) for text in texts]
     for number, (text, file) in enumerate(zip(texts, files, strict=True)):
         if file is None or not os.path.isfile(file):
             raise InputError(f"{where}: item {number}: there is no image '{text}'")
