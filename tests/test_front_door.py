@@ -157,6 +157,14 @@ def test_a_recipe_takes_other_data_network_and_epochs(tmp_path):
     assert (record["dataset"], record["network"], record["epochs"]) == ("three", "mlp", 1)
 
 
+def test_runs_that_a_recipe_starts_from_take_the_other_data_and_their_classes(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("mutual/cifar10-resnet20-dnn").data.classes == 10  # the folder has two
+    told = called("train", "mutual/cifar10-resnet20-ours", "--data", folder, "--dry-run")
+    assert "mutual/cifar10-resnet20-dnn on images" in told
+    assert "mutual/cifar10-resnet20-ours on images" in told
+
+
 def test_what_is_missing_is_said(tmp_path, capsys):
     assert refused(capsys, "train") == (
         "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"

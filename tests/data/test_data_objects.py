@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from peerbayes.data import feed, from_arrays, load, load_images
+from peerbayes.data import feed, from_arrays, load, load_images, load_texts
 from peerbayes.data.dataset import load_judged
 from peerbayes.data.datasets import formats
 from peerbayes.data.items import ItemSplit
@@ -228,6 +228,7 @@ def files(tmp_path):
 
 
 def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
     return path
@@ -258,6 +259,67 @@ def test_a_data_frame_is_read_as_its_file(tmp_path, files, make):
         load(make({"text": TEXTS, "label": [None, *WORDS[1:]]}))
 
 
+@pytest.mark.parametrize("make", [Frame, real_frame])
+@pytest.mark.parametrize("kind", [pictures, list, lambda images: list(torch.from_numpy(images))])
+def test_a_data_frame_of_images_is_a_list_of_them(make, kind):
+    for labels in (LABELS, WORDS):
+        frame = make({"image": kind(COLOUR), "label": labels.tolist()})
+        expected = load(list(zip(kind(COLOUR), labels.tolist(), strict=True)))
+        same(load(frame), expected)
+        same(load({"train": frame}), expected)
+    with pytest.raises(
+        InputError, match=r"train: expected a column 'label' and one column of images \(columns: 'a', 'b"
+    ):
+        load(make({"a": kind(COLOUR), "b": kind(COLOUR), "label": LABELS.tolist()}))
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        (np.zeros(5), r"a ndarray of shape \(5,\)"),
+        ([1, 2], "a list"),
+        ({"bytes": b"a"}, "a dict"),
+        (b"abc", "a bytes"),
+    ],
+)
+def test_a_cell_of_a_data_frame_that_is_no_text_is_refused(cell, found):
+    told = rf"train \(a DataFrame\), row 2: column 'text' holds {found}, expected a text, a path or a number, or PIL"
+    with pytest.raises(InputError, match=told):
+        load(Frame({"text": ["a", cell, "c"], "label": [0, 1, 0]}))
+
+
+MANY = np.arange(36) % 12
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [MANY.astype(float), MANY.astype(float).tolist(), torch.from_numpy(MANY).double(), [np.float32(n) for n in MANY]],
+    ids=["array", "floats", "tensor", "scalars"],
+)
+def test_whole_floats_are_class_numbers(labels):
+    images = np.resize(COLOUR, (36, 6, 8, 3))
+    same(load((images, labels)), from_arrays((images, MANY)))
+    same(load(Frame({"image": list(images), "label": list(labels)})), from_arrays((images, MANY)))
+
+
+def test_numbers_as_texts_are_in_the_order_of_their_values(tmp_path):
+    images = np.resize(COLOUR, (36, 6, 8, 3))
+    named = from_arrays((images, MANY), names=[str(number) for number in range(12)])
+    for labels in (MANY.astype(str), MANY.astype(float).astype(str)):  # "10" and "10.0"
+        same(load((images, labels)), named)
+    assert load((images, (MANY / 2).astype(str))).class_names == tuple(
+        str(n / 2) if n % 2 else str(n // 2) for n in range(12)
+    )
+    texts = [f"text {number}" for number in range(36)]
+    rows = write(tmp_path / "whole.csv", [["text", "label"], *zip(texts, MANY, strict=True)])
+    floats = write(tmp_path / "floats.csv", [["text", "label"], *zip(texts, MANY.astype(float), strict=True)])
+    halves = write(tmp_path / "halves.csv", [["text", "label"], *zip(texts, MANY / 2, strict=True)])
+    same(load(floats), load(rows))
+    same(load(Frame({"text": texts, "label": MANY.astype(float).tolist()})), load(rows))
+    assert load(halves).class_names == tuple(str(number / 2) for number in range(12))
+    assert load((texts, ["b", "10", "9"] * 12)).class_names == ("10", "9", "b")
+
+
 def test_paths_are_never_read_as_texts(tmp_path, files):
     paths = [tmp_path / name for name in files]
     expected = from_arrays((COLOUR[:, :6, :6], LABELS))
@@ -277,6 +339,64 @@ def test_paths_are_never_read_as_texts(tmp_path, files):
         tmp_path / "bare.csv", [["path", "label"], *((n.removesuffix(".png"), 0) for n in files if n[0] != "0")]
     )
     assert len(load_images(bare)) == 20
+
+
+def test_names_of_images_without_their_endings(tmp_path, files):
+    ids = [name.removesuffix(".png") + "a" for name in files]
+    for name, short in zip(files, ids, strict=True):
+        (tmp_path / name).rename(tmp_path / f"{short}.png")
+    expected = from_arrays((COLOUR[:, :6, :6], LABELS))
+    for name in ("image_id", "name"):
+        same(load(write(tmp_path / "ids.csv", [[name, "label"], *zip(ids, LABELS, strict=True)])), expected)
+    (tmp_path / "image_id.png").write_bytes(b"")  # a header that is also the name of a file
+    same(load(tmp_path / "ids.csv"), expected)
+    apart = write(tmp_path / "apart" / "ids.csv", [["image_id", "label"], *zip(ids, LABELS, strict=True)])
+    with pytest.raises(InputError, match=r"row 2: there is no image '00a' \(or '00a\.jpg', say\), here or in .*apart;"):
+        load(apart)
+
+
+def test_a_text_that_is_also_the_name_of_a_file_is_a_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = write(tmp_path / "t.csv", [["text", "label"], *zip(TEXTS, WORDS, strict=True)])
+    expected = load(table)
+    for name in (TEXTS[1], "text"):
+        (tmp_path / name).write_text("something else")
+    same(load(table), expected)
+    same(load((TEXTS, WORDS)), expected)
+
+
+@pytest.mark.parametrize("kind", ["texts", "images", "pictures"])
+def test_a_column_says_the_splits(tmp_path, files, kind):
+    values = np.array(["train"] * 20 + ["Val"] * 4 + ["test_set"] * 6)
+    order = np.random.default_rng(1).permutation(30)
+    inputs = {"texts": TEXTS, "images": [str(tmp_path / name) for name in files], "pictures": pictures(COLOUR)}[kind]
+    rows = [(inputs[n], WORDS[n], values[n]) for n in sorted(order[:30], key=lambda n: (values[n] != "train", n))]
+    frame = Frame({"input": [r[0] for r in rows], "label": [r[1] for r in rows], "split": [r[2] for r in rows]})
+    parts = {"train": slice(0, 20), "val": slice(20, 24), "test": slice(24, 30)}
+    expected = load({name: (inputs[part], WORDS[part]) for name, part in parts.items()})
+    assert [len(split) for split in (expected.train, expected.validation, expected.test)] == [20, 4, 6]
+    same(load(frame), expected)
+    assert len(load_judged(frame, names=expected.class_names, vocabulary=expected.vocabulary).test) == 6
+    if kind != "pictures":
+        table = write(tmp_path / "s.csv", [["input", "label", "split"], *(rows[n] for n in range(30))])
+        same(load(table), expected)
+        read = load_images(table) if kind == "images" else load_texts(table, expected.vocabulary)
+        assert torch.equal(everything(read)[0], everything(expected.test)[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [(["a", "b"], "'a' is no split"), (["test", "val"], "no row of it is 'train', found test, validation")],
+)
+def test_a_column_that_says_no_splits_is_told(tmp_path, values, told):
+    table = write(tmp_path / "s.csv", [["text", "label", "split"], *zip(TEXTS, WORDS, values * 15, strict=True)])
+    for given in (table, Frame({"text": TEXTS, "label": list(WORDS), "split": values * 15})):
+        with pytest.warns(PeerbayesWarning, match=f"the column 'split' is not used: {told}; expected 'train', "):
+            found = load(given)
+        assert len(found.train) + len(found.test) == 30
+    frame = Frame({"text": TEXTS, "label": list(WORDS), "split": ["train", "test"] * 15})
+    with pytest.warns(PeerbayesWarning, match="the column 'split' is not used: all of it is given as 'train'"):
+        assert len(load({"train": frame}).train) == 24
 
 
 def test_a_header_is_a_header_and_data_are_data(tmp_path):
@@ -325,6 +445,54 @@ def test_two_folders_for_one_split_are_refused_and_classes_may_have_their_names(
     fill(tmp_path / "one" / "training", "a", "b")
     fill(tmp_path / "one" / "valid", "a", "b", count=2)
     assert load(tmp_path / "one").notes == (f"{tmp_path / 'one'}: no test split: the 4 images of 'valid' are it",)
+
+
+@pytest.mark.parametrize("suffix", ["_set", "-set", "_data", "_images", " split", "-dataset"])
+def test_splits_with_a_suffix_are_no_classes(tmp_path, suffix):
+    for part, count in (("Train", 5), ("val", 3), ("test", 2)):
+        fill(tmp_path / f"{part}{suffix}", "a", "b", count=count)
+    found = load(tmp_path)
+    assert (len(found.train), len(found.validation), len(found.test)) == (10, 6, 4)
+    assert found.class_names == ("a", "b")
+
+
+def test_a_suffix_names_a_split_only_where_nothing_else_does(tmp_path):
+    for part in ("train", "train_set", "test"):
+        fill(tmp_path / "exact" / part, "a", "b", count=len(part))
+    assert len(load(tmp_path / "exact").train) == 10
+    fill(tmp_path / "flat" / "train", "a", "b")
+    fill(tmp_path / "flat", "test_images")  # without classes
+    assert load(tmp_path / "flat").class_names == ("a", "b")
+    for part in ("train_set", "train_data"):
+        fill(tmp_path / "two" / part, "a", "b")
+    with pytest.raises(InputError, match="'train_data' and 'train_set' could both be the train split; leave one"):
+        load(tmp_path / "two")
+
+
+def test_a_folder_above_classes_or_splits_is_refused_with_the_one_meant(tmp_path):
+    for part in ("train", "val"):
+        fill(tmp_path / "root" / "images" / part, "a", "b")
+    meant = tmp_path / "root" / "images"
+    told = f"root: expected one sub-folder a class, found 'images' alone; if 'train', 'val' in it .*, give {meant}$"
+    with pytest.raises(InputError, match=told):
+        load(tmp_path / "root")
+    assert load(meant).class_names == ("a", "b")
+    fill(tmp_path / "deep" / "x" / "y", *"abcd")
+    with pytest.raises(InputError, match=f"if 'a', 'b', 'c', ... in it are .* give {tmp_path / 'deep' / 'x' / 'y'}$"):
+        load(tmp_path / "deep")
+    fill(tmp_path / "below" / "train" / "images", "a", "b")
+    with pytest.raises(InputError, match=f"give {tmp_path / 'below' / 'train' / 'images'}$"):
+        load(tmp_path / "below")
+    assert len(load_images(tmp_path / "root")) == 20  # without labels all are read, as before
+
+
+def test_splits_below_classes_are_warned_of(tmp_path):
+    for name in ("bus", "car"):
+        fill(tmp_path / "splits" / name, "train", "test")
+        fill(tmp_path / "years" / name, "2023", "2024")
+    with pytest.warns(PeerbayesWarning, match="every class folder holds 'test' and 'train', whose images are mixed; "):
+        assert load(tmp_path / "splits").class_names == ("bus", "car")
+    assert load(tmp_path / "years").class_names == ("bus", "car")  # silently
 
 
 def test_torchvisions_sets(tmp_path):
@@ -398,6 +566,16 @@ def test_pictures_of_different_sizes_are_made_squares_and_it_is_said():
     assert torch.equal(everything(first)[0], everything(alone.sized(5))[0])
 
 
+def test_an_odd_first_image_does_not_set_the_size_of_all(tmp_path):
+    given = [Image.new("RGB", (1, 1)), *(Image.new("RGB", (40 + n, 50)) for n in range(9))]
+    assert load((given, [0, 1] * 5)).shape == (3, 44, 44)
+    for number, image in enumerate(given):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image.save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    assert load(tmp_path).shape == (3, 44, 44)
+    assert load((given[::-1], [0, 1] * 5)).shape == (3, 48, 48)  # the first, as it is not odd
+
+
 def test_random_transforms_are_warned_of_once():
     class Changing(Mapped):
         def __getitem__(self, number):
@@ -433,7 +611,7 @@ class Endless(IterableDataset):
         ((COLOUR, LABELS[:4]), r"train_labels: 4 labels for 30 images"),
         ((TEXTS, LABELS[:4]), r"train: 4 labels for 30 items"),
         ((COLOUR, 3), r"train: \(X, y\) with y of type int, expected one label an item"),
-        ((COLOUR, LABELS / 2), r"train: the label of item 0 is a float \(0.0\), expected a class number or a name"),
+        ((COLOUR, LABELS / 2), r"train: the label of item 1 is a float \(0.5\), expected a class number or a name"),
         ((COLOUR, np.eye(30)), r"train: the label of item 0 is a ndarray \(of shape \(30,\)\), expected"),
         ((COLOUR, LABELS - 1), r"train_labels: labels must not be negative, got -1"),
         (

@@ -28,6 +28,7 @@ from peerbayes.math.noise import Address
 # By content, whatever a file is called. Pillow knows many more, and one of them (EPS) runs a program.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _CHUNK = 2048  # images that are converted at a time
+_SIZED = 8  # files, about, whose sizes say whether that of the first is usual
 _NUMBERS = 1 << 23  # numbers that are measured at a time
 
 
@@ -341,9 +342,34 @@ def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
     return in_rgb(image, where)
 
 
-def natural_size(file: str) -> int:
-    """Return the shortest side of an image, at most 224: the size at which a folder is read unless one is given."""
-    return min(224, *open_rgb(file).size)
+def natural_size(files: Sequence[str]) -> int:
+    """Return the size at which files are read unless one is given: `usual_side` of the first and a few others."""
+    step = max(1, len(files) // _SIZED)
+    others = files[step::step]
+    return usual_side([min(open_rgb(files[0]).size), *(side for side in map(_shortest, others) if side)])
+
+
+def _shortest(file: str) -> int:
+    """Return the shortest side that the header of a file tells; 0 where it can't be read."""
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            return min(image.size)
+    except Exception:  # said where the file is decoded
+        return 0
+
+
+def usual_side(sides: Sequence[int]) -> int:
+    """Return the first of some sides, or their median where the first is less than a quarter of it, at most 224.
+
+    Args:
+        sides: the shortest one of each image.
+
+    Example:
+        >>> usual_side([32, 40, 48]), usual_side([1, 40, 48])
+        (32, 40)
+    """
+    first, median = (min(224, side) for side in (sides[0], sorted(sides)[len(sides) // 2]))
+    return first if 4 * first >= median else median
 
 
 def in_rgb(image: Image.Image, where: str) -> Image.Image:

@@ -266,7 +266,10 @@ class _Resolver:
     def _fitting(self, source: str, named: Recipe, job: Job, peer_changes: Mapping[str, Any]) -> Job:
         """Return the job of a recipe that another one needs: on the same data, with the same seed."""
         table = named.model_dump(exclude_none=True)
-        table["data"] |= job.recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
+        wanted = job.recipe.data.model_dump(include=DATA_KEYS, exclude_none=True)
+        if wanted["name"] != named.data.name:  # the number of classes, say, is that of the other data
+            table["data"] = {key: value for key, value in table["data"].items() if key not in DATA_KEYS}
+        table["data"] |= wanted
         table["peers"] = [item | peer_changes for item in table["peers"]]
         fitted = Recipe.parse(table, f"recipe {source}")
         folder = default_folder(source, job.seed, job.folder.parent)

@@ -7,14 +7,17 @@ the files names the classes, one a line. JSON: an object with lists ``train`` (o
 subset's ``train10k``), ``test`` and ``val`` or ``validation`` of ``[text, label]`` or
 ``{"text": ..., "label": ...}``, and perhaps ``classes``.
 
-A table whose rows name image files, with or without a header, holds those images.
+A table whose rows name image files, with or without a header, holds those images; their endings may be left out. A
+column ``split`` of a single table says which rows are ``train``, ``validation`` and ``test``.
 
-Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names.
+Classes are numbered as they are named, or else by the numbers in the files, or else by their sorted names (by
+value where all of them are numbers).
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +25,11 @@ from typing import Any
 
 import torch
 
-from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source
-from peerbayes.data.datasets.text_rows import Items, csv_items, json_items, refuse_encoding
+from peerbayes.data.datasets.numbering import in_order, whole_number
+from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts, find, source, split_called
+from peerbayes.data.datasets.text_rows import Items, by_split, csv_items, json_items, refuse_encoding
 from peerbayes.data.splits import FolderSplit, natural_size
-from peerbayes.errors import InputError
+from peerbayes.errors import InputError, PeerbayesWarning
 
 # ---- classes --------------------------------------------------------------------------------------------------------
 
@@ -43,9 +47,9 @@ class _Classes:
     def of(cls, items: Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
         """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
         found = set(items.labels)
-        numbers = {_number(label) for label in found}
+        numbers = {whole_number(label) for label in found}
         if None in numbers or (names is not None and not items.numbered and found <= set(names)):
-            names = names or tuple(sorted(map(str, found)))
+            names = names or in_order(set(map(str, found)))
             return cls(len(names), names, by_name=True, first=0)
         known = {number for number in numbers if number is not None}
         if first is None:
@@ -70,17 +74,11 @@ class _Classes:
         places = {name: place for place, name in enumerate(self.names or ())}
         labels = []
         for place, label in enumerate(items.labels):
-            number = places.get(str(label)) if self.by_name else _number(label)
+            number = places.get(str(label)) if self.by_name else whole_number(label)
             if number is None or not 0 <= number - self.first < self.count:
                 raise InputError(f"{items.place(place)}: expected {self._expected}, found '{label}'")
             labels.append(number - self.first)
         return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
-
-
-def _number(label: str | int) -> int | None:
-    if isinstance(label, int):
-        return label
-    return int(label) if label.removeprefix("-").isdecimal() else None
 
 
 def assemble(
@@ -99,6 +97,10 @@ def assemble(
         names: the classes in order, where they are known.
         first: the first class number, where it is known.
     """
+    for part, items in (("train", train), ("test", test), ("validation", validation)):
+        if items is not None and any(split_called(value) != part for value in items.splits):
+            told = f"{items.where}: the column 'split' is not used: all of it is given as '{part}'"
+            warnings.warn(told, PeerbayesWarning, stacklevel=2)
     classes = _Classes.of(train, names, first)
     learnt = classes.texts(train)
     others = [None if items is None else classes.texts(items) for items in (test, validation)]
@@ -108,7 +110,7 @@ def assemble(
             raise InputError(f"{items.where}: holds {kinds[0]}, expected {kinds[1]} as in {train.where}")
     if not train.images:
         return Corpus(learnt, others[0], others[1], classes.count, classes.names)
-    size = natural_size(learnt.texts[0])
+    size = natural_size(learnt.texts)
     files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *others)]
     return Source(files[0], files[1], files[2], classes=classes.count, class_names=classes.names)
 
@@ -130,14 +132,21 @@ def read_csv(
     """
     if not want_train:
         items = csv_items(test or train, labelled=False)
+        parts = by_split(items.where, items.splits) if items.splits and test is None else None
+        if parts is not None and "test" in parts:
+            items = items.select(parts["test"])
         if items.images:
-            return Source(None, FolderSplit(items.texts, None, natural_size(items.texts[0])))
+            return Source(None, FolderSplit(items.texts, None, natural_size(items.texts)))
         return Corpus(None, Texts(items.texts, None))
     listing = train.parent / "classes.txt"
     if listing.is_file():
         names = _listed(listing)
     items = csv_items(train)
     others = [None if path is None else csv_items(path) for path in (test, validation)]
+    if items.splits and test is None and validation is None:
+        parts = by_split(items.where, items.splits) or {"train": range(len(items.texts))}
+        others = [items.select(parts[part]) if part in parts else None for part in ("test", "validation")]
+        items = items.select(parts["train"])
     return assemble(items, others[0], others[1], names, 1 if items.numbered else None)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from peerbayes.data.datasets.sources import EXTENSIONS, SPLIT_NAMES, Source
+from peerbayes.data.datasets.sources import EXTENSIONS, SPLIT_NAMES, Source, split_called
 from peerbayes.data.splits import FolderSplit, natural_size
 from peerbayes.errors import InputError, PeerbayesWarning
 
@@ -29,16 +29,20 @@ def has_folders(folder: Path) -> bool:
 def split_folders(folder: Path) -> dict[str, Path]:
     """Return the folders of splits by `SPLIT_NAMES`; without one that holds class folders they are classes themselves.
 
-    Unlabelled images may lie in a split beside those that hold class folders.
+    Unlabelled images may lie in a split beside those that hold class folders. A name such as ``train_set`` is that of a
+    split where the folder holds class folders, and no other one is called ``train``.
     """
     parts: dict[str, Path] = {}
-    for child in _folders(folder) if folder.is_dir() else ():
-        for part, names in SPLIT_NAMES.items():
-            if child.name.lower() in names:
-                if part in parts:
-                    raise InputError(f"{folder}: '{parts[part].name}' and '{child.name}' could both be the {part} "
-                                     "split; leave one of them")  # fmt: skip
-                parts[part] = child
+    children = _folders(folder) if folder.is_dir() else []
+    exact = {part for part, names in SPLIT_NAMES.items() if any(child.name.lower() in names for child in children)}
+    for child in children:
+        part = split_called(child.name)
+        if part is None or (child.name.lower() not in SPLIT_NAMES[part] and (part in exact or not has_folders(child))):
+            continue
+        if part in parts:
+            raise InputError(f"{folder}: '{parts[part].name}' and '{child.name}' could both be the {part} "
+                             "split; leave one of them")  # fmt: skip
+        parts[part] = child
     labelled = any(has_folders(child) or (child / "val_annotations.txt").is_file() for child in parts.values())
     return parts if labelled else {}
 
@@ -80,12 +84,42 @@ def image_files(folder: Path) -> list[str]:
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders, sorted; a class is numbered by its place."""
-    names = tuple(child.name for child in _folders(folder))
+    children = _folders(folder)
+    names = tuple(child.name for child in children)
+    if len(names) == 1:
+        _refuse_one_level_up(folder, children[0])
+    elif names:
+        _warn_of_splits_below(folder, children)
     if not names:
         tables = sorted(path.name for path in folder.glob("*.csv"))
         texts = f"; texts go by train.csv and test.csv, or one by one: --data {folder / tables[0]}" if tables else ""
         raise InputError(f"{folder}: expected one sub-folder a class, found none{texts}")
     return names
+
+
+def _refuse_one_level_up(folder: Path, only: Path) -> None:
+    """Refuse a folder whose only sub-folder holds those of classes or splits."""
+    place = only
+    while len(below := _folders(place)) == 1:
+        place = below[0]
+    if below:
+        some = ", ".join(f"'{child.name}'" for child in below[:3]) + (", ..." if len(below) > 3 else "")
+        raise InputError(f"{folder}: expected one sub-folder a class, found '{only.name}' alone; if {some} in it are "
+                         f"the classes or splits, give {place}")  # fmt: skip
+
+
+def _warn_of_splits_below(folder: Path, classes: Sequence[Path]) -> None:
+    """Tell that every class folder holds folders that are called as splits are: their images are mixed."""
+
+    def splits(place: Path) -> set[str]:
+        return {child.name for child in _folders(place) if split_called(child.name)}
+
+    shared = splits(classes[0])
+    if len(shared) > 1 and all(splits(place) == shared for place in classes[1:]):
+        one, two = sorted(shared)[:2]
+        told = (f"{folder}: every class folder holds '{one}' and '{two}', whose images are mixed; expected "
+                f"'{one}' and '{two}' at the top, with the class folders in each")  # fmt: skip
+        warnings.warn(told, PeerbayesWarning, stacklevel=2)
 
 
 def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) -> FolderSplit:
@@ -112,7 +146,7 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         warnings.warn(f"{folder}: has no folder of class '{absent[0]}'{more}", PeerbayesWarning, stacklevel=2)
-    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files[0]))
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), size or natural_size(files))
 
 
 def read_annotated(folder: Path, classes: Sequence[str], size: int) -> FolderSplit:
@@ -167,7 +201,7 @@ def read_listed(folder: Path, listing: Path, classes: Sequence[str]) -> FolderSp
         labels.append(numbers[name])
     if not files:
         raise InputError(f"{listing}: expected one line an image, found none")
-    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files[0]))
+    return FolderSplit(files, torch.tensor(labels, dtype=torch.int64), natural_size(files))
 
 
 def count_images(folder: Path) -> int:
@@ -182,7 +216,7 @@ def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
     count_images(folder)
     files = image_files(folder)
-    return FolderSplit(files, None, natural_size(files[0]))
+    return FolderSplit(files, None, natural_size(files))
 
 
 def read_folder(path: Path, want_train: bool) -> Source:

@@ -234,7 +234,7 @@ def _flowers102(root: Path, want_train: bool) -> Source:
         if not len(images) or int(images.min()) < 1 or int(images.max()) > len(labels):
             raise InputError(f"{split_path}: {key} must be image numbers from 1 to {len(labels)}")
         paths = [str(_present(folder / "jpg" / f"image_{number:05d}.jpg")) for number in images.tolist()]
-        return FolderSplit(paths, labels[images - 1], natural_size(paths[0]))
+        return FolderSplit(paths, labels[images - 1], natural_size(paths))
 
     found = Source(
         split("trnid") if want_train else None,

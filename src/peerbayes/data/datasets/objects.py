@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from peerbayes.data.datasets import formats
 from peerbayes.data.datasets.arrays import array_split, count_classes
 from peerbayes.data.datasets.corpora import assemble
+from peerbayes.data.datasets.numbering import in_order, whole_number
 from peerbayes.data.datasets.sources import SPLIT_NAMES, Corpus, Source, Texts
-from peerbayes.data.datasets.text_rows import LABELS, image_path, table_items
+from peerbayes.data.datasets.text_rows import LABELS, SPLIT, are_images, by_split, image_path, table_items
 from peerbayes.data.items import ItemSplit, Stored, is_grey, pixels
-from peerbayes.data.splits import ArraySplit, FolderSplit, natural_size
+from peerbayes.data.splits import ArraySplit, FolderSplit, natural_size, usual_side
 from peerbayes.errors import InputError, PeerbayesWarning, nearest, reason
 
 IMAGES = ("image", "img", "images", "pixel_values", "file", "path")
@@ -54,10 +55,11 @@ def read_object(given: Any, names: Sequence[str] | None = None, size: int | None
     Args:
         given: one of `EXPECTED`.
         names: the classes in order, where they are known.
-        size: side of images of different sizes; by default the shortest side of the first, at most 224.
+        size: side of images of different sizes; by default the shortest side of the first, at most 224, or the
+            usual one where the first image is much smaller.
     """
     parts = splits_of(given)
-    if any(map(_is_frame, parts.values())):
+    if any(map(_is_frame, parts.values())) and not any(map(_picture_columns, parts.values())):
         return _of_frames(parts, names)
     found = {name: _part(part, name, size) for name, part in parts.items()}
     unlabelled = [name for name, part in found.items() if name != "train" and _without_labels(part.labels)]
@@ -84,7 +86,7 @@ def read_object(given: Any, names: Sequence[str] | None = None, size: int | None
 def splits_of(given: Any) -> dict[str, Any]:
     """Return the splits of an object by ``train``, ``validation`` and ``test``; an object that is one is ``train``."""
     if not isinstance(given, Mapping):
-        return {"train": given}
+        return _rows_by_split(given) if _is_frame(given) else {"train": given}
     foreign = hasattr(given, "column_names")  # Hugging Face's may hold more than is learnt
     parts: dict[str, Any] = {}
     for key, value in given.items():
@@ -136,6 +138,8 @@ def _is_columns(given: Any) -> bool:
 def _part(given: Any, where: str, size: int | None) -> _Part:
     if isinstance(given, DataLoader):
         given = given.dataset
+    if _is_frame(given):
+        return _of_pictures(given, where, size)
     iterable = isinstance(given, IterableDataset) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__"))
     if iterable and (isinstance(given, IterableDataset) or hasattr(given, "__iter__")):
         raise InputError(f"{where}: a {type(given).__name__} can only be read from its beginning, expected a data set "
@@ -205,6 +209,56 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Image.Image) or np.ndim(value) >= 2
 
 
+class _Rows:
+    """Some rows of a pandas table without one column: of it, what is read here."""
+
+    iloc = None
+
+    def __init__(self, frame: Any, numbers: Sequence[int], without: int) -> None:
+        self.columns = [name for place, name in enumerate(frame.columns) if place != without]
+        rows = list(frame.itertuples(index=False, name=None))
+        self._rows = [(*rows[number][:without], *rows[number][without + 1 :]) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def itertuples(self, **_: Any) -> Iterator[tuple[Any, ...]]:
+        return iter(self._rows)
+
+
+def _rows_by_split(frame: Any) -> dict[str, Any]:
+    """Return the splits that a column of a pandas table tells; without one all is ``train``."""
+    place = next((place for place, name in enumerate(frame.columns) if str(name).strip().lower() == SPLIT), None)
+    if place is None or not len(frame):
+        return {"train": frame}
+    values = [str(row[place]) for row in frame.itertuples(index=False, name=None)]
+    parts = by_split("train (a DataFrame)", values) or {"train": range(len(values))}
+    return {part: _Rows(frame, rows, place) for part, rows in parts.items()}
+
+
+def _picture_columns(given: Any) -> list[int]:
+    """Return the places of the columns of a pandas table that hold PIL images or arrays of images."""
+    rows = given.itertuples(index=False, name=None) if _is_frame(given) else ()
+    return sorted({place for row in rows for place, cell in enumerate(row) if _is_picture(cell)})
+
+
+def _is_picture(cell: Any) -> bool:
+    return isinstance(cell, Image.Image) or (isinstance(cell, np.ndarray | Tensor) and cell.ndim >= 2)
+
+
+def _of_pictures(frame: Any, where: str, size: int | None) -> _Part:
+    """Return the split of a pandas table of images, as a list of the same images and labels is read."""
+    names = [str(name) for name in frame.columns]
+    label = next((place for place, name in enumerate(names) if name.lower().replace("_", " ") in LABELS), None)
+    places = [place for place in _picture_columns(frame) if place != label]
+    if label is None or len(places) != 1:
+        has = ", ".join(map(repr, names))
+        raise InputError(f"{where}: expected a column 'label' and one column of images (columns: {has})")
+    rows = list(frame.itertuples(index=False, name=None))
+    labels = [row[label] for row in rows]
+    return _of_items(len(rows), lambda number: (rows[number][places[0]], None), where, size, labels)
+
+
 def _of_frames(parts: Mapping[str, Any], names: Sequence[str] | None) -> Source | Corpus:
     """Return what pandas tables hold, as the same rows in CSV files would be read."""
     items = {}
@@ -214,15 +268,26 @@ def _of_frames(parts: Mapping[str, Any], names: Sequence[str] | None) -> Source 
         if not len(frame):
             raise InputError(f"{part}: the DataFrame is empty, expected images or texts with labels")
         header = [str(name) for name in frame.columns]
-        cells = ([_cell(cell) for cell in row] for row in frame.itertuples(index=False, name=None))
-        rows = enumerate(itertools.chain([header], cells))
-        items[part] = table_items(f"{part} (a DataFrame)", rows, Path())
+        where = f"{part} (a DataFrame)"
+        cells = (
+            [_cell(cell, f"{where}, row {number}: column '{name}'") for name, cell in zip(header, row, strict=True)]
+            for number, row in enumerate(frame.itertuples(index=False, name=None), start=1)
+        )
+        items[part] = table_items(where, enumerate(itertools.chain([header], cells)), Path())
     chosen = None if names is None else tuple(map(str, names))
     return assemble(items["train"], items.get("test"), items.get("validation"), chosen, None)
 
 
-def _cell(value: Any) -> str:
-    return "" if value is None or value != value else str(value)
+def _cell(value: Any, where: str) -> str:
+    """Return a cell of a pandas table as a CSV file has it; refuse what is no text, path or number."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "__len__") or isinstance(value, Image.Image):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise InputError(f"{where} holds a {type(value).__name__}{shape}, expected a text, a path or a number, or PIL "
+                         "images in the whole column")  # fmt: skip
+    missing = value is None or type(value).__name__ == "NAType"  # pandas.NA compares to nothing
+    return "" if missing or value != value else str(value)
 
 
 def _files_of(given: Any) -> tuple[FolderSplit, list[int]] | None:
@@ -234,7 +299,7 @@ def _files_of(given: Any) -> tuple[FolderSplit, list[int]] | None:
     if getattr(loader, "__name__", "") != "default_loader":
         return None
     files = [str(file) for file, _ in given.samples]
-    return FolderSplit(files, None, natural_size(files[0])), [label for _, label in given.samples]
+    return FolderSplit(files, None, natural_size(files)), [label for _, label in given.samples]
 
 
 def _class_names(given: Any) -> tuple[str, ...] | None:
@@ -295,15 +360,14 @@ def _strings(
         if not isinstance(text, str | Path):
             raise InputError(f"{where}: item {number} is a {type(text).__name__}, expected a text as item 0 is")
     texts, labels = [str(text) for text, _ in pairs], [label for _, label in pairs]
-    files = [image_path(text, Path()) for text in texts]
-    some = isinstance(pairs[0][0], Path) or any(file is not None and os.path.isfile(file) for file in files)
-    if not some and not all(files):
+    if not isinstance(pairs[0][0], Path) and not are_images(texts, Path()):
         return texts, labels
+    files = [image_path(text, Path()) for text in texts]
     for number, (text, file) in enumerate(zip(texts, files, strict=True)):
         if file is None or not os.path.isfile(file):
             raise InputError(f"{where}: item {number}: there is no image '{text}'")
     there = [file for file in files if file is not None]
-    return FolderSplit(there, None, natural_size(there[0])), labels
+    return FolderSplit(there, None, natural_size(there)), labels
 
 
 def _images(
@@ -312,7 +376,7 @@ def _images(
     """Read every image once; return them, in memory if they are not too many, and their labels."""
     labels, grey, pictures, kept = list[Any](), True, True, list[Tensor]()
     first: Tensor | None = None
-    uniform, sizes, largest = True, set[tuple[int, ...]](), 0
+    uniform, sizes, largest = True, list[tuple[int, ...]](), 0
     for number in range(count):
         image, label = read(number)
         tensor = pixels(image, f"{where}: item {number}", grey=is_grey(image))
@@ -323,8 +387,7 @@ def _images(
         if not uniform and not pictures:
             raise InputError(f"{where}: item {number} is an image of shape {tuple(tensor.shape)} and {tensor.dtype}, "
                              f"expected {tuple(first.shape)} and {first.dtype} as item 0 has")  # fmt: skip
-        if len(sizes) < 2:
-            sizes.add(tuple(tensor.shape[1:]))
+        sizes.append(tuple(tensor.shape[1:]))
         largest += tensor.numel() * tensor.element_size()
         if number < LOOKED_AT or (uniform and largest <= formats.MAPPED_BYTES):
             kept.append(tensor)
@@ -337,8 +400,8 @@ def _images(
         return ArraySplit(torch.stack(kept)), labels, notes
     channels = first.shape[0] if uniform else (1 if grey else 3)
     shape, side = (channels, *first.shape[1:]), None
-    if len(sizes) > 1:
-        side = size or min(224, *first.shape[1:])
+    if len(set(sizes)) > 1:
+        side = size or usual_side([min(sides) for sides in sizes])
         shape = (channels, side, side)
         notes = (f"{where}: images have different sizes: the shortest side is made {side} pixels, the centre cut out",)
     kept.clear()
@@ -372,9 +435,15 @@ def _is_text(label: Any) -> bool:
 
 
 def _names_among(part: _Part) -> tuple[str, ...] | None:
-    """Return the sorted names among labels; None where they are numbers."""
+    """Return the sorted names among labels, by value where all are numbers; None where no label is a text."""
     labels = list(_plain(part))
-    return tuple(sorted({str(label) for label in labels})) if any(map(_is_text, labels)) else None
+    return in_order({_name(label) for label in labels}) if any(map(_is_text, labels)) else None
+
+
+def _name(label: str | int) -> str:
+    """Return the name of a class: a whole number without decimals, however the label is written."""
+    number = whole_number(label)
+    return str(label) if number is None else str(number)
 
 
 def _plain(part: _Part) -> Iterator[Any]:
@@ -383,6 +452,8 @@ def _plain(part: _Part) -> Iterator[Any]:
     for number, label in enumerate(array):
         single = isinstance(label, np.generic | Tensor | np.ndarray) and np.prod(label.shape) == 1
         value = label.item() if single else label
+        if isinstance(value, float) and value.is_integer():  # as pandas writes a column that had gaps
+            value = int(value)
         if not isinstance(value, int | str):
             shown = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
             raise InputError(f"{part.where}: the label of item {number} is a {type(value).__name__} ({shown}), "
@@ -402,6 +473,7 @@ def _labelled(part: _Part, names: tuple[str, ...] | None, classes: int | None) -
     labels = list(_plain(part))
     if any(map(_is_text, labels)):
         places = {name: index for index, name in enumerate(names or ())}
+        labels = [label if str(label) in places else _name(label) for label in labels]
         for number, label in enumerate(labels):
             if str(label) not in places:
                 some = ", ".join((names or ())[:3]) + (", ..." if len(places) > 3 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ SPLIT_NAMES = {
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
+_OF_A_SPLIT = re.compile(r"[ _-](set|split|data|dataset|images|imgs)$")  # what may follow such a name
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -81,6 +83,20 @@ class Corpus:
     classes: int = 0
     class_names: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+
+
+def split_called(name: str) -> str | None:
+    """Return the split that a name stands for, such as ``train_set`` for ``train``; None where it is another name.
+
+    Args:
+        name: of a folder, or in a column.
+
+    Example:
+        >>> split_called("Val"), split_called("test-images"), split_called("bus")
+        ('validation', 'test', None)
+    """
+    stem = _OF_A_SPLIT.sub("", name.strip().lower())
+    return next((part for part, names in SPLIT_NAMES.items() if stem in names), None)
 
 
 Reader = Callable[[Path, bool], Source | Corpus]  # (root, whether the training split is wanted)

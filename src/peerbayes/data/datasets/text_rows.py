@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from peerbayes.data.datasets.sources import EXTENSIONS
-from peerbayes.errors import InputError
+from peerbayes.data.datasets.sources import EXTENSIONS, SPLIT_NAMES, split_called
+from peerbayes.errors import InputError, PeerbayesWarning
 
 LABELS = ("label", "category", "class", "class index", "labels", "class name", "target", "sentiment", "intent")
 _NUMBERING = ("", "index", "idx", "id", "unnamed: 0")  # columns that number the rows
+SPLIT = "split"  # the column that says which split a row is of
+_NAMING = ("image", "image id", "image name", "image file", "image path", "img", "img path", "file name", "filename",
+           "file path", "filepath", "path")  # columns that can only name images  # fmt: skip
 _LOOKED_AT = 100  # rows by which a column is one of paths, or is not
 
 Row = tuple[int, list[str]]
@@ -57,6 +61,8 @@ class _Columns:
     width: int
     numbered: bool = False  # without a header: class numbers come first
     headed: bool = True
+    split: int | None = None
+    naming: tuple[int, ...] = ()  # of the inputs, those that are called as paths of images are
 
     @classmethod
     def of(cls, where: str, row: Sequence[str], labelled: bool, base: Path) -> _Columns:
@@ -65,33 +71,63 @@ class _Columns:
             if len(row) < 2:
                 raise InputError(f"{where}, row 1: expected a class number and a text, found one column")
             return cls(0, tuple(range(1, len(row))), len(row), numbered=True, headed=False)
-        paths = [place for place, cell in enumerate(row) if image_path(cell, base)]
+        header = [name.strip().lower().replace("_", " ") for name in row]
+        known = not {"text", *LABELS, *_NAMING}.isdisjoint(header)  # such a name may happen to be that of a file
+        paths = [place for place, cell in enumerate(row) if (is_image_name(cell) if known else image_path(cell, base))]
         if len(paths) == 1 and len(row) == 1 + labelled:  # no header is the path of an image
             return cls(1 - paths[0] if labelled else None, (paths[0],), len(row), headed=False)
-        header = [name.strip().lower().replace("_", " ") for name in row]
         label = next((header.index(name) for name in LABELS if name in header), None)
         if label is None and (labelled or "text" not in header):
             raise InputError(f"{where}, row 1: expected a class number, or a header with a column "
                              f"{', '.join(map(repr, LABELS[:-1]))} or {LABELS[-1]!r}; "
                              f"found {', '.join(map(repr, row))[:120]}")  # fmt: skip
-        others = [place for place, name in enumerate(header) if place != label and name not in _NUMBERING]
+        others = [
+            place for place, name in enumerate(header) if place != label and name not in _NUMBERING and name != SPLIT
+        ]
         if not others:
             raise InputError(f"{where}, row 1: expected a column 'text' beside {row[0]!r}, or one of image paths")
-        return cls(label, (header.index("text"),) if "text" in header else tuple(others), len(row))
+        inputs = (header.index("text"),) if "text" in header else tuple(others)
+        naming = tuple(place for place in inputs if header[place] in _NAMING)
+        split = header.index(SPLIT) if SPLIT in header else None
+        return cls(label, inputs, len(row), split=split, naming=naming)
 
-    def of_paths(self, rows: Sequence[Row], base: Path) -> int | None:
+    def of_paths(self, where: str, rows: Sequence[Row], base: Path) -> int | None:
         """Return the column that holds paths of images; None where the rows hold texts."""
         for place in self.inputs:
-            cells = [row[place] for _, row in rows]
-            if cells and (any(map(os.path.isfile, (p for c in cells if (p := image_path(c, base))))) or all(
-                image_path(cell, base) for cell in cells
-            )):  # fmt: skip
+            if are_images([row[place] for _, row in rows], base):
                 return place
+        for place in self.naming:
+            number, row = rows[0]
+            raise InputError(f"{where}, row {number}: there is no image '{row[place]}' (or '{row[place].strip()}.jpg', "
+                             f"say), here or in {base}; a column of texts is called 'text'")  # fmt: skip
         return None
+
+
+def is_image_name(cell: str) -> bool:
+    """Return whether a cell ends as the names of images do."""
+    return cell.strip().lower().endswith(EXTENSIONS)
+
+
+def are_images(cells: Sequence[str], base: Path) -> bool:
+    """Return whether cells are paths of images rather than texts, one of which may happen to be the name of a file.
+
+    Paths all end as those of images, or one that does is a file, or most of the first ones are files.
+
+    Args:
+        cells: of one column.
+        base: folder that paths begin at.
+    """
+    named = [cell for cell in cells if is_image_name(cell)]
+    if len(named) == len(cells) or any(os.path.isfile(image_path(cell, base) or "") for cell in named):
+        return bool(cells)
+    ahead = cells[:_LOOKED_AT]
+    return 2 * sum(os.path.isfile(image_path(cell, base) or "") for cell in ahead) > len(ahead)
 
 
 def image_path(cell: str, base: Path) -> str | None:
     """Return the path that a cell of a table is, as it is or from ``base``; None where it is no image's.
+
+    The ending may be left out.
 
     Args:
         cell: of the table.
@@ -100,9 +136,12 @@ def image_path(cell: str, base: Path) -> str | None:
     cell = cell.strip()
     if not cell or len(cell) > 1000 or "\n" in cell or "\0" in cell:
         return None
-    places = [os.path.expanduser(cell), os.path.join(base, cell)]
-    there = next((path for path in reversed(places) if os.path.isfile(path)), None)
-    return there or (places[1] if cell.lower().endswith(EXTENSIONS) and not cell.isspace() else None)
+    places = [os.path.join(base, cell), os.path.expanduser(cell)]
+    there = next((path for path in places if os.path.isfile(path)), None)
+    if there is None and not is_image_name(cell) and " " not in cell:
+        ended = (path + ending for path in places for ending in EXTENSIONS)
+        there = next((path for path in ended if os.path.isfile(path)), None)
+    return there or (places[0] if is_image_name(cell) else None)
 
 
 @dataclass
@@ -123,6 +162,7 @@ class Items:
     rows: list[int] = field(default_factory=list)
     labels: list[str | int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
 
     def add(self, row: int, label: str | int, text: str) -> None:
         """Add a text.
@@ -135,6 +175,11 @@ class Items:
         self.rows.append(row)
         self.labels.append(label)
         self.texts.append(text)
+
+    def select(self, places: Sequence[int]) -> Items:
+        """Return the items at some places."""
+        chosen = ([column[place] for place in places] for column in (self.rows, self.labels, self.texts))
+        return Items(self.where, self.part, self.numbered, self.images, *chosen)  # type: ignore[arg-type]
 
     def place(self, place: int) -> str:
         return f"{self.where}, row {self.rows[place]}{self.part}"
@@ -168,7 +213,7 @@ def table_items(where: str, rows: Iterable[Row], base: Path, labelled: bool = Tr
     ahead = list(itertools.islice(rows, _LOOKED_AT))
     if not ahead:
         raise InputError(f"{where}: expected one row a text, found none")
-    column = columns.of_paths(ahead, base)
+    column = columns.of_paths(where, ahead, base)
     items = Items(where, numbered=columns.numbered, images=column is not None)
     for number, row in itertools.chain(ahead, rows):
         label = "" if columns.label is None else row[columns.label].strip()
@@ -183,7 +228,30 @@ def table_items(where: str, rows: Iterable[Row], base: Path, labelled: bool = Tr
             if not label.isdecimal():
                 raise InputError(f"{where}, row {number}: expected a class number as in row 1, found '{label}'")
         items.add(number, label, text)
+        if columns.split is not None:
+            items.splits.append(row[columns.split])
     return items
+
+
+def by_split(where: str, values: Sequence[str]) -> Mapping[str, Sequence[int]] | None:
+    """Return the places of the rows of each split, as a column says it; None, with a warning, where it says others.
+
+    Args:
+        where: the file or table, for messages.
+        values: of the column.
+    """
+    parts: dict[str, list[int]] = {}
+    for place, value in enumerate(values):
+        parts.setdefault(split_called(value) or f"'{value}'", []).append(place)
+    other = next((part for part in parts if part not in SPLIT_NAMES), None)
+    if other is None and "train" in parts:
+        return parts
+    found = (
+        f"no row of it is 'train', found {', '.join(sorted(parts))[:120]}" if other is None else f"{other} is no split"
+    )
+    told = f"{where}: the column '{SPLIT}' is not used: {found}; expected 'train', 'validation' and 'test'"
+    warnings.warn(told, PeerbayesWarning, stacklevel=2)
+    return None
 
 
 def _checked(where: str, rows: Iterable[Row], columns: _Columns) -> Iterator[Row]:
