@@ -76,6 +76,7 @@ def chromium(tmp_path_factory):
 @pytest.fixture
 def browser(chromium):
     chromium.complaints.clear()
+    chromium.size(1200)
     return chromium
 
 
@@ -84,6 +85,7 @@ def same_origin(requests, address):
     return [url for url in requests if not url.startswith((f"{address}/", f"blob:{address}/", "data:"))] == []
 
 
+WIDE = "getBoundingClientRect().width"
 DROP = """(async () => {
   const given = new DataTransfer();
   const canvas = new OffscreenCanvas(8, 8);
@@ -108,6 +110,12 @@ def test_a_person_drops_an_image_and_sees_whether_it_abstains(browser, certified
         browser.until(f"document.querySelectorAll('article').length === {count}")
         shown[name] = browser.run("document.querySelector('article').innerText")
     browser.until("document.querySelector('article img').naturalWidth === 8")
+    top = float(wanted.probabilities[sure].max())
+    assert browser.run(f"document.querySelector('.bar > div').{WIDE} / document.querySelector('.bar').{WIDE}") == (
+        pytest.approx(top, abs=0.005)
+    )
+    dropped_on = browser.run("document.querySelector('#images').innerText").split("\n")
+    assert dropped_on == ["Choose images or drop them here", "At most 32 at once, 16 MiB together"]
     browser.run(DROP)
     browser.until("document.querySelectorAll('article').length === 3")
     assert "dropped.png" in browser.run("document.querySelector('article').innerText")
@@ -145,7 +153,15 @@ def test_a_person_types_a_text(browser, texts, started):
     browser.until("document.querySelector('#state.fault')")
     assert "is not JSON" in browser.run("document.querySelector('#state').innerText")
     assert shown.startswith(f"{wanted.labels[0]}\ngoal goal cup <b>\n")
-    assert "It never abstains: no risk is promised of its answers. `peerbayes calibrate RUN" in shown
+    assert shown.count("peerbayes calibrate") == 1
+    assert "`" not in shown
+    assert "It never abstains: no risk is promised of its answers. peerbayes calibrate RUN" in shown
+    browser.size(390, 844, mobile=True)
+    browser.run("document.getElementById('text').value = 'goal' + 'x'.repeat(9000) + ' cup'.repeat(2000)")
+    browser.run("document.querySelector('#texts button').click(); document.querySelector('details').open = true")
+    browser.until("document.querySelectorAll('article').length === 2")
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    assert browser.run("document.querySelector('article').offsetHeight") < 844
     with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as idle:
         idle.send(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")  # and nothing more: it does not hold the end up
         assert server.end(signal.SIGINT) == (0, "stopped\n", "")
