@@ -8,12 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 import uvicorn
+from bombs import bomb
 from PIL import Image
+from starlette.testclient import TestClient
 
 import peerbayes as pb
 from chromium import Chromium
@@ -21,6 +25,7 @@ from commands import refused
 from peerbayes.api.fitting import fit
 from peerbayes.errors import InputError
 from peerbayes.serving.app import make_app
+from peerbayes.serving.connections import Server
 from peerbayes.serving.limits import Limits
 from peerbayes.serving.served import Served
 from peerbayes.serving.server import serve
@@ -31,9 +36,10 @@ PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(pb.__file__).parent
 class Process:
     """`peerbayes serve` at a port of its own."""
 
-    def __init__(self, run):
+    def __init__(self, run, files=None):
         words = [sys.executable, "-m", "peerbayes", "serve", str(run.folder), "--port", "0", "--device", "cpu"]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        limited = words if files is None else ["bash", "-c", f'ulimit -n {files}; exec "$0" "$@"', *words]
+        self.process = subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.told = self.process.stdout.readline()
         found = re.fullmatch(rf"peerbayes: {run.folder.name} is served at (http://127.0.0.1:\d+) .*\n", self.told)
         assert found, self.told + self.process.stderr.read()
@@ -50,8 +56,8 @@ class Process:
 def started():
     processes = []
 
-    def start(run):
-        processes.append(Process(run))
+    def start(run, **how):
+        processes.append(Process(run, **how))
         return processes[-1]
 
     yield start
@@ -70,6 +76,7 @@ def chromium(tmp_path_factory):
 @pytest.fixture
 def browser(chromium):
     chromium.complaints.clear()
+    chromium.size(1200)
     return chromium
 
 
@@ -78,6 +85,7 @@ def same_origin(requests, address):
     return [url for url in requests if not url.startswith((f"{address}/", f"blob:{address}/", "data:"))] == []
 
 
+WIDE = "getBoundingClientRect().width"
 DROP = """(async () => {
   const given = new DataTransfer();
   const canvas = new OffscreenCanvas(8, 8);
@@ -102,6 +110,12 @@ def test_a_person_drops_an_image_and_sees_whether_it_abstains(browser, certified
         browser.until(f"document.querySelectorAll('article').length === {count}")
         shown[name] = browser.run("document.querySelector('article').innerText")
     browser.until("document.querySelector('article img').naturalWidth === 8")
+    top = float(wanted.probabilities[sure].max())
+    assert browser.run(f"document.querySelector('.bar > div').{WIDE} / document.querySelector('.bar').{WIDE}") == (
+        pytest.approx(top, abs=0.005)
+    )
+    dropped_on = browser.run("document.querySelector('#images').innerText").split("\n")
+    assert dropped_on == ["Choose images or drop them here", "At most 32 at once, 16 MiB together"]
     browser.run(DROP)
     browser.until("document.querySelectorAll('article').length === 3")
     assert "dropped.png" in browser.run("document.querySelector('article').innerText")
@@ -139,7 +153,15 @@ def test_a_person_types_a_text(browser, texts, started):
     browser.until("document.querySelector('#state.fault')")
     assert "is not JSON" in browser.run("document.querySelector('#state').innerText")
     assert shown.startswith(f"{wanted.labels[0]}\ngoal goal cup <b>\n")
-    assert "It never abstains: no risk is promised of its answers. `peerbayes calibrate RUN" in shown
+    assert shown.count("peerbayes calibrate") == 1
+    assert "`" not in shown
+    assert "It never abstains: no risk is promised of its answers. peerbayes calibrate RUN" in shown
+    browser.size(390, 844, mobile=True)
+    browser.run("document.getElementById('text').value = 'goal' + 'x'.repeat(9000) + ' cup'.repeat(2000)")
+    browser.run("document.querySelector('#texts button').click(); document.querySelector('details').open = true")
+    browser.until("document.querySelectorAll('article').length === 2")
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    assert browser.run("document.querySelector('article').offsetHeight") < 844
     with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as idle:
         idle.send(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")  # and nothing more: it does not hold the end up
         assert server.end(signal.SIGINT) == (0, "stopped\n", "")
@@ -190,6 +212,13 @@ def test_others_are_let_in_with_a_warning(certified, unlistened):
     assert len(unlistened) == 2
 
 
+@pytest.mark.parametrize(("host", "names"), [("127.0.0.1", ""), ("localhost", ""), ("127.0.0.2", " or 127.0.0.2")])
+def test_each_name_of_the_host_is_told_once(certified, unlistened, host, names):
+    serve(certified.folder, host=host, port=0, device="cpu")
+    answer = TestClient(unlistened[0], "http://elsewhere.example").get("/health")
+    assert answer.json() == {"detail": f"this server is asked for as 127.0.0.1 or localhost or ::1{names} alone"}
+
+
 def test_inputs_that_no_picture_makes_are_refused_at_the_start(tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     images, labels = torch.rand(24, 1, 4, 16), torch.arange(24) % 3
@@ -221,8 +250,8 @@ def listening(run, **limits):
     """Serve a run in this process; yield the port."""
     app = make_app(Served.open(run.folder, device="cpu"), Limits(**limits))
     with socket.create_server(("127.0.0.1", 0)) as place:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+        server = Server(app, place, Limits(**limits))
+        thread = threading.Thread(target=server.answer)
         thread.start()
         try:
             yield place.getsockname()[1]
@@ -251,6 +280,74 @@ def test_bodies_that_never_come_or_never_end_are_given_up(texts):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:  # and it goes on
             client.sendall(head + b'Content-Length: 16\r\n\r\n{"texts": ["a"]}')
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_who_connects_as_soon_as_it_is_told_waits_for_nobody(texts):
+    clients = []
+
+    def ready(_, address):
+        port = int(address.rpartition(":")[2])
+        for _ in range(100):  # nobody is accepted meanwhile
+            clients.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+        signal.raise_signal(signal.SIGINT)
+
+    serve(texts.folder, port=0, device="cpu", ready=ready)
+    assert len(clients) == 100
+    for client in clients:
+        client.close()
+
+
+IDLE = b"GET /health HTTP/1.1\r\nHost: lo"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (IDLE, b""),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + IDLE, b"HTTP/1.1 200"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n", b"HTTP/1.1 200"),
+        (b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+         b"Content-Length: 99999\r\n\r\n", b"HTTP/1.1 503"),
+    ],
+    ids=["nothing", "head", "second-head", "body-that-nobody-reads", "body"],
+)  # fmt: skip
+def test_connections_that_trickle_are_closed(texts, sent, status):
+    with (
+        listening(texts, seconds=0.5) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=0.1) as client,
+    ):
+        client.sendall(sent)
+        said, ends = b"", time.monotonic() + 30
+        with contextlib.suppress(ConnectionError):  # bytes are on their way when it closes
+            while time.monotonic() < ends:
+                with contextlib.suppress(TimeoutError):
+                    part = client.recv(1 << 16)
+                    if not part:
+                        break
+                    said += part
+                if sent:
+                    client.sendall(b"x")
+        assert time.monotonic() < ends
+        assert said.startswith(status)
+        assert bool(said) == bool(status)
+
+
+def test_more_connections_than_files_leave_room_for_others(certified, started):
+    server = started(certified, files=200)
+    port = int(server.address.rpartition(":")[2])
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(400)]
+    for client in idle:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(IDLE)
+    for _ in range(3):
+        assert httpx2.get(f"{server.address}/health", timeout=30).status_code == 200
+    answer = httpx2.post(f"{server.address}/predict", files={"images": ("b.png", bomb(10_000, 9_500))}, timeout=30)
+    assert answer.status_code == 413
+    assert answer.json() == {"detail": "b.png: has more than 50,000,000 pixels, which is as much as is decoded"}
+    for client in idle:
+        client.close()
+    assert server.end(signal.SIGTERM) == (0, "stopped\n", "")
 
 
 @pytest.mark.parametrize("name", ["pair", "texts"])

@@ -4,15 +4,14 @@ import asyncio
 import io
 import json
 import re
-import struct
 import sys
 import threading
 import time
-import zlib
 
 import numpy as np
 import pytest
 import torch
+from bombs import bomb
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -260,17 +259,6 @@ def test_networks_that_look_at_the_batch_are_asked_one_by_one(tmp_path):
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def chunk(kind, data):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def bomb(width, height):
-    """A PNG of zeros: a few kilobytes for gigabytes."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    data = zlib.compress(b"\0" * 1000, 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 def test_bombs_are_refused_before_they_are_decoded(client, monkeypatch):

@@ -61,7 +61,8 @@ def _answered(prediction: Prediction, place: int, answer: dict[str, Any]) -> str
 def _set(prediction: Prediction, answer: dict[str, Any]) -> str:
     promise = None if prediction.certificate is None else prediction.certificate.coverage
     if promise is None:
-        return f"There is no set of classes: no coverage is promised. {ASK}."
+        told = prediction.certificate is None or prediction.certificate.risk is None  # by what says why it answers
+        return "There is no set of classes: no coverage is promised." + ("" if told else f" {ASK}.")
     count = len(answer["set"])
     what = "no class" if count == 0 else "one class" if count == 1 else f"{count} classes"
     return (

@@ -12,8 +12,6 @@ from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.serving.limits import Limits
 from peerbayes.training.interruption import handled
 
-PARTING = 10  # seconds that requests in hand have to be answered once the server is told to stop
-
 
 def serve(
     path: str | Path,
@@ -41,10 +39,13 @@ def serve(
     try:
         import fastapi  # noqa: F401
         import python_multipart  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'peerbayes[serve]'") from None
+    from PIL.Image import DecompressionBombWarning
+
     from peerbayes.serving.app import LOCAL, make_app
+    from peerbayes.serving.connections import Server
     from peerbayes.serving.served import Served
 
     limits = limits or Limits()
@@ -58,17 +59,19 @@ def serve(
                 PeerbayesWarning,
                 stacklevel=2,
             )
-        app = make_app(served, limits, (*LOCAL, host) if local else None)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=PARTING,
-            ws="none", proxy_headers=False,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-        if ready is not None:
-            name, number = listening.getsockname()[:2]
-            ready(app.title, f"http://{f'[{name}]' if ':' in name else name}:{number}")
-        with handled(server.handle_exit):  # which uvicorn hands a signal back to, when it has ended
-            server.run(sockets=[listening])
+        app = make_app(served, limits, tuple(dict.fromkeys((*LOCAL, host))) if local else None)
+
+        def tell() -> None:
+            if ready is not None:
+                name, number = listening.getsockname()[:2]
+                ready(app.title, f"http://{f'[{name}]' if ':' in name else name}:{number}")
+
+        server = Server(app, listening, limits, tell)
+        with (
+            handled(server.handle_exit),  # which uvicorn hands a signal back to, when it has ended
+            warnings.catch_warnings(action="ignore", category=DecompressionBombWarning),  # the answer says it
+        ):
+            server.answer()
 
 
 def _bound(host: str, port: int) -> socket.socket:
