@@ -136,7 +136,7 @@ def calibrate(
     if not isinstance(given := cast(Any, source), Run | str | Path):
         kind = type(given).__name__
         raise InputError(f"source is a {kind}, expected a run, its folder, a weights file of a run, or a posterior")
-    run, names = (source, list(source)) if isinstance(source, Run) else peers_at(source, trust=trust)
+    run, names = (source, source.predicting) if isinstance(source, Run) else peers_at(source, trust=trust)
     peers = {name: run[name].to(where) for name in names}
     loaded, held = _held_out(data, run, root, promises)
     count = draws or run.recipe.evaluation.draws
