@@ -1,13 +1,16 @@
 """Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
 
+import copy
 import html
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,12 +18,12 @@ import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
 from peerbayes import metrics, networks
-from peerbayes.adopting import ENSEMBLE, WIDTHS, Adoption, _difference, _losses, _verdict
+from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.run import Run, peers_at
-from peerbayes.runs.temperatures import learnt_by
+from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.training.learner import Learner
 
 FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
@@ -143,6 +146,47 @@ def test_the_folder_stands_for_what_is_shipped(place, adopted, tmp_path, capsys)
     )
 
 
+@pytest.fixture(scope="module")
+def one_of_two(place, adopted):
+    """The same adoption, which ships the second of the peers without a temperature, and a digit to predict."""
+    folder = place[0] / "one-of-two"
+    shutil.copytree(place[0] / "run", folder)
+    record = adopted | {"ship": {"run": "peers", "peer": "second", "temperature": None}}
+    (folder / "adopted.json").write_text(json.dumps(record))
+    keep_temperature(Run(folder / "peers")["second"], 1.0, folder / "peers" / "weights-second.safetensors")
+    images, _ = place[2].test.batch(torch.arange(1), torch.device("cpu"))
+    Image.fromarray(images[0, 0].numpy()).save(place[0] / "digit.png")
+    return folder, place[0] / "digit.png", record
+
+
+def test_python_predicts_with_what_is_shipped_as_the_command_does(one_of_two):
+    folder, digit, record = one_of_two
+    (told,) = json.loads(called("predict", folder, digit, "--json"))
+    peers = Run(folder / "peers")
+    assert peers.temperature != 1
+    best = Adopted(folder, {"peers": peers}, record, {}).best
+    for run in (pb.load(folder), best):
+        assert list(run.predict(digit).records()) == [told]
+        assert list(run.predict(digit, "first").records()) != [told]
+        assert "ships second" in repr(run)
+        assert pb.export(run, to="hub", out=folder / f"hub-{id(run)}").about["passes"] == 3  # draws of one peer
+    assert list(peers.predict(digit).records()) != [told]
+
+
+def test_promises_of_an_adoption_are_asked_for_by_its_folder(one_of_two, capsys):
+    folder, digit, _ = one_of_two
+    for run in (pb.load(folder), Adopted(folder, {"peers": Run(folder / "peers")}, one_of_two[2], {}).best):
+        with pytest.raises(InputError) as caught:
+            run.predict(digit, coverage=0.9)
+        line = f"peerbayes calibrate {folder} --coverage 0.9"
+        assert str(caught.value) == f"{folder}: nothing is promised of its predictions; `{line}` promises it"
+    words = ("predict", folder, digit, "--coverage", 0.9)
+    assert refused(capsys, *words) == str(caught.value)
+    called(*line.split()[1:])
+    (told,) = json.loads(called(*words, "--json"))
+    assert list(pb.load(folder).predict(digit, coverage=0.9).records()) == [told]
+
+
 def test_help_and_guide_name_the_widths_that_are_tried(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     assert ", ".join(map(str, WIDTHS)) in called("adopt", "--help")
@@ -152,10 +196,9 @@ def test_help_and_guide_name_the_widths_that_are_tried(monkeypatch):
 
 def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, adopted):
     folder, _, data = place
-    after = adopted["validation_mistakes"] >= 20
     cpu = torch.device("cpu")
     by_width = {
-        width: float(_losses(Run(folder / "run" / f"width-{width}"), data, cpu)["net", after].mean())
+        width: float(_losses(Run(folder / "run" / f"width-{width}"), data, cpu)["net", True].mean())
         for width in adopted["widths"]
     }
     assert adopted["widths"] == pytest.approx(by_width)
@@ -164,9 +207,11 @@ def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, ad
     assert gains == [adopted["width"]] * 2
     assert ("the largest that was tried" in adopted["verdict"]) == (adopted["width"] == 0.2)
     rows = {row["who"]: row for row in adopted["rows"]}
-    least = min(row["validation_nll"] for row in adopted["rows"] if after or row["temperature"] is None)
+    assert adopted["ship"]["temperature"] is not None
+    least = min(row["validation_nll"] for row in adopted["rows"] if row["temperature"] is not None)
     assert rows[adopted["ship"]["who"]]["validation_nll"] <= least + 1
     assert adopted["ship"]["who"] in adopted["verdict"]
+    assert f"Its run is {folder / 'run' / adopted['folders'][adopted['ship']['run']]}. " in adopted["verdict"]
     assert json.loads((folder / "run" / "adopted.json").read_text()) == adopted
 
 
@@ -190,6 +235,24 @@ def test_a_cheaper_candidate_is_shipped_unless_validation_tells_it_from_the_best
     difference = torch.tensor([0.4, -0.4, 0.4, -0.3], dtype=torch.float64)
     expected = float(difference.std() / 2), float(difference.mean())
     assert _difference(*noisy)[::-1] == pytest.approx(expected)
+
+
+def test_a_temperature_of_few_mistakes_is_kept(place, tmp_path):
+    """A network that is nearly always right, and far from sure of it."""
+    timid = copy.deepcopy(place[1])
+    with torch.no_grad():
+        timid.linear.weight *= 0.2
+        timid.linear.bias *= 0.2
+    few = load("digits", validation=45)
+    found = pb.adopt(timid, data=few, run=tmp_path / "run", epochs=1, widths=[0.05], corrupted=None, device="cpu",
+                     overrides=["evaluation.draws=2", "stages.0.optimizer.lr=1e-6"])  # fmt: skip
+    assert 0 < found.record["validation_mistakes"] < 20
+    rows = {row["who"]: row for row in found.record["rows"]}
+    ship = found.record["ship"]
+    assert ship["temperature"] < 0.6
+    assert rows[ship["who"]]["nll"] < rows["plain"]["nll"] / 2
+    assert pb.load(tmp_path / "run", networks={"net": timid}).temperature == pytest.approx(ship["temperature"])
+    assert f"(T = {ship['temperature']:.2f})" in found.record["verdict"]
 
 
 def test_a_temperature_is_judged_on_images_that_it_was_not_fitted_to(place, adopted):

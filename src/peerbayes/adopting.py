@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,6 @@ NET, PAIR = "net", ("first", "second")
 SMALL, STUDENT = "compress", "student"
 SMALLER = ("distilled", "compressed")
 FOLDS = 5
-FEWEST = 20  # mistakes among the validation images, below which no temperature is learnt of them
 Network = nn.Module | str | Path
 
 
@@ -66,8 +66,11 @@ class Adopted:
 
     @property
     def best(self) -> Run:
-        """The run to ship; its only peer, the peer that ``record["ship"]`` names, or all peers as one."""
-        return self.runs[self.record["ship"]["run"]]
+        """The run to ship, which predicts as `peerbayes.load` of the folder: with the peer shipped, or all as one."""
+        ship = self.record["ship"]
+        run = copy.copy(self.runs[ship["run"]])
+        run.named, run.ships = self.folder, None if ship["peer"] == ENSEMBLE else ship["peer"]
+        return run
 
     def __str__(self) -> str:
         table = "\n".join(aligned(adoption_table(self.record), left=1))
@@ -348,9 +351,7 @@ def _adopted(
         reporter.warn(learnt)
     runs |= trained(jobs)
     losses = {who: _losses(run, adoption.data, device) for who, run in runs.items()}
-    mistakes = _mistakes(runs["plain"], adoption.data, device)
-    after = mistakes >= FEWEST and not learnt  # whether NLL is that after temperature
-    tried = {width: float(losses[f"width-{width:g}"][NET, after].mean()) for width in adoption.widths}
+    tried = {width: float(losses[f"width-{width:g}"][NET, not learnt].mean()) for width in adoption.widths}
     width = min(tried, key=lambda one: tried[one])
     chosen = {who: run for who, run in runs.items() if not who.startswith("width-")}
     chosen["bayesian"] = runs[f"width-{width:g}"]
@@ -384,7 +385,7 @@ def _adopted(
         "epochs": epochs,
         "new_head": adoption.new_head,
         "validation_images": len(adoption.data.validation or ()),
-        "validation_mistakes": mistakes,
+        "validation_mistakes": _mistakes(runs["plain"], adoption.data, device),
         "validation_learnt": bool(learnt),
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
         "width": width,
@@ -392,20 +393,17 @@ def _adopted(
         "folders": {who: str(one.folder) if who in compare else one.folder.name for who, one in chosen.items()},
         "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
     }
-    candidates = [row for row in rows if row["run"] not in compare and (after or row["temperature"] is None)]
-    record["ship"], record["verdict"] = _verdict(candidates[:1] if learnt else candidates)
+    # The prior of temperatures makes them safe of few mistakes, too: benchmarks/few_mistakes.py
+    candidates = [row for row in rows if row["run"] not in compare and row["temperature"] is not None]
+    record["ship"], record["verdict"] = _verdict(rows[:1] if learnt else candidates)
     told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
     if learnt:
         record["verdict"] = f"Ship plain, as it is: nothing can be chosen, since {learnt}"
     else:
-        record["verdict"] += f". Widths by validation NLL: {told}."
+        place = record["folders"][record["ship"]["run"]]
+        record["verdict"] += f". Its run is {adoption.folder / place}. Widths by validation NLL: {told}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
-        if not after:
-            record["verdict"] += (
-                f" The plain network is wrong about {mistakes} of {record['validation_images']} validation images, too "
-                "few to choose a temperature by."
-            )
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
         _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
     write_record(adoption.folder / ADOPTED, record)
@@ -452,17 +450,25 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
     if len(run) > 1:
         log_p[ENSEMBLE] = mean_of(torch.stack(list(log_p.values())))
     found = {}
-    fold = torch.arange(len(labels)) % FOLDS
     for peer, one in log_p.items():
-        tempered = one.clone()
-        for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
-            held = fold == number
-            tempered[held] = metrics.temper(
-                one[held], metrics.fit_temperature(one[~held], labels[~held], width=TEMPERATURE_WIDTH)
-            )
-        for after, p in ((False, one), (True, tempered)):
+        for after, p in ((False, one), (True, cross_tempered(one, labels))):
             found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
     return found
+
+
+def cross_tempered(log_p: Tensor, labels: Tensor) -> Tensor:
+    """Return log-probabilities (N, C), each fold of them at the temperature that is fitted to the others.
+
+    Args:
+        log_p: log-probabilities (N, C) at temperature 1.
+        labels: (N,).
+    """
+    tempered, fold = log_p.clone(), torch.arange(len(labels)) % FOLDS
+    for number in range(min(FOLDS, len(labels)) if len(labels) > 1 else 0):
+        held = fold == number
+        temperature = metrics.fit_temperature(log_p[~held], labels[~held], width=TEMPERATURE_WIDTH)
+        tempered[held] = metrics.temper(log_p[held], temperature)
+    return tempered
 
 
 def _hits(run: Run, split: Split, device: torch.device) -> Tensor:

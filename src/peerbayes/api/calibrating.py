@@ -181,7 +181,7 @@ def calibrate_runs(
         trust: allow what the recipe of a run folder names as ``package.module:name``.
     """
     where = pick_device(device)
-    opened = [(one, list(one)) if isinstance(one, Run) else peers_at(one, trust=trust) for one in sources]
+    opened = [(one, one.predicting) if isinstance(one, Run) else peers_at(one, trust=trust) for one in sources]
     for run, names in opened:
         if run.exported:
             raise InputError(

@@ -68,7 +68,7 @@ def compress(
     elif data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     else:
-        place = source.folder if isinstance(source, Run) else Path(str(source))
+        place = source.named if isinstance(source, Run) else Path(str(source))
         job = compression(place, into, first, changes, folder, seed)
     (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
     return done[job.recipe.peers[0].name]
@@ -172,9 +172,9 @@ def _with_end(folder: Path, end: str) -> Path:
 
 
 def _of_ones_own(run: Run) -> Posterior | None:
-    """Return the only peer of a run, where its network came from Python and no recipe could build it again."""
-    (name, *others) = run
-    if others or run.recipe.peers[0].network != CUSTOM:
+    """Return the only peer that predicts, where its network came from Python and no recipe could build it again."""
+    (name, *others) = run.predicting
+    if others or run.recipe.peer(name).network != CUSTOM:
         return None
     _check_given(run[name])
     return run[name]

@@ -143,7 +143,7 @@ def _opened(given: Any) -> tuple[list[Run], list[Posterior]]:
             posteriors.append(teacher)
             runs += filter(None, [run_of(teacher)])
         elif isinstance(teacher, Run | str | Path):
-            run, names = (teacher, list(teacher)) if isinstance(teacher, Run) else peers_at(teacher)
+            run, names = (teacher, teacher.predicting) if isinstance(teacher, Run) else peers_at(teacher)
             runs.append(run)
             posteriors += [run[name] for name in names]
         else:

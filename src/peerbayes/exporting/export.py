@@ -26,7 +26,7 @@ from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.run import ADOPTED, CONFIG, Run, peers_at, run_of
+from peerbayes.runs.run import CONFIG, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
@@ -117,7 +117,7 @@ def export(
         _check_opset(opset)
     known = _known(source, shape, trust)
     options = _options(known, noise, draws, codebook)
-    folder = _folder(known, to, out, source)
+    folder = _folder(known, to, out)
     with _made(folder) as aside:
         about: dict[str, Any] = _about(known, to, options)
         error, size = None, 0
@@ -142,7 +142,7 @@ def _known(source: Any, shape: tuple[int, ...] | None, trust: bool) -> _Source:
         run, posteriors = run_of(source), {source.name: source}
         run = run if run is not None and source.name in list(run) else None
     elif isinstance(source, Run | str | Path):
-        run, names = (source, list(source)) if isinstance(source, Run) else peers_at(source, trust=trust)
+        run, names = (source, source.predicting) if isinstance(source, Run) else peers_at(source, trust=trust)
         posteriors = {name: run[name] for name in names}
     else:
         kind = type(source).__name__
@@ -341,14 +341,13 @@ def _placed(posterior: Posterior, inputs: Tensor, noise: Tensor, temperature: fl
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _folder(known: _Source, to: ExportFormat, out: str | Path | None, source: Any) -> Path:
+def _folder(known: _Source, to: ExportFormat, out: str | Path | None) -> Path:
     if out is None:
         if known.run is None:
             raise InputError(
                 "`out` is required: the posterior was not loaded from a run, beside which the folder would lie"
             )
-        adopted = isinstance(source, str | Path) and (Path(source) / ADOPTED).is_file()
-        place = Path(source) if adopted else known.run.folder
+        place = known.run.named
         place = place if place.name not in ("", "..") else place.resolve()
         out = place.with_name(f"{place.name}-{to}")
     folder = Path(out).expanduser()

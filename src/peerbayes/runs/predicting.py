@@ -37,7 +37,7 @@ def predict_batches(
     Args:
         run: a trained one.
         given: inputs, as of `Run.predict`.
-        peer: its name; None for the ensemble of all.
+        peer: its name; None for the ensemble of all, or the peer that an adoption ships.
         coverage: of sets that a certificate promises.
         risk: of answers that a certificate promises.
         draws: of each peer; by default as many as the recipe evaluates.
@@ -47,6 +47,7 @@ def predict_batches(
     check_level("coverage", coverage)
     check_level("risk", risk)
     where = pick_device(device)
+    peer = run.ships if peer is None else peer
     posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
     temperature = 1.0 if not calibrated else run.temperature if peer is None else run[peer].temperature
     certificate = _promised(run, peer, coverage, risk, draws, calibrated)
@@ -72,9 +73,9 @@ def _promised(
     """Return the certificate with the promises that are asked for; refuse what it is not of."""
     if coverage is None and risk is None:
         return None
-    alone = peer is not None or len(run) == 1
     certificate = run.certificate if peer is None else run[peer].certificate
-    origin = str(run.weights_file(peer or next(iter(run))) if alone else run.folder)
+    names = list(run) if peer is None else [peer]
+    origin = str(run.named if names == run.predicting else run.weights_file(names[0]))
     if certificate is None:
         raise InputError(f"{origin}: nothing is promised of its predictions; {how_to(origin, coverage, risk)}")
     if not calibrated:

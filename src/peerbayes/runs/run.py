@@ -145,9 +145,14 @@ class Run(Mapping[str, Posterior]):
     """A run folder; its peers by name.
 
     Args:
-        folder: the run folder.
+        folder: the run folder, or that of an adoption, which stands for what it ships.
         networks_by_peer: networks that no recipe could build.
         trust: allow what its recipe names as ``package.module:name``, in this process.
+
+    Attributes:
+        folder: the run folder.
+        named: the folder that was given.
+        ships: the peer that an adoption ships, which predicts alone; None where all peers predict as one.
 
     Example:
         >>> import tempfile
@@ -163,7 +168,8 @@ class Run(Mapping[str, Posterior]):
     def __init__(
         self, folder: str | Path, networks_by_peer: Mapping[str, nn.Module] | None = None, *, trust: bool = False
     ) -> None:
-        self.folder = shipped(folder)[0]
+        self.named = Path(folder)
+        self.folder, self.ships = shipped(folder)
         if not (self.folder / "recipe.toml").is_file():
             raise InputError(f"{self.folder}: not a run folder{_why(self.folder)}")
         self.recipe = read_recipe(self.folder, networks_by_peer or (), trust=trust)
@@ -200,6 +206,11 @@ class Run(Mapping[str, Posterior]):
         """Whether the folder is an export, whose program and card say what they said when it was made."""
         path = self.folder / CONFIG
         return path.is_file() and read_json(path).get("library_name") == "peerbayes"
+
+    @property
+    def predicting(self) -> list[str]:
+        """The peers that predict by default: all of them as one, or the one that an adoption ships."""
+        return list(self) if self.ships is None else [self.ships]
 
     @property
     def temperature(self) -> float:
@@ -413,7 +424,7 @@ class Run(Mapping[str, Posterior]):
             inputs: of images: files, folders, a CSV file with a column ``path``, arrays, tensors or PIL images, alone
                 or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
                 of another size than was learnt, are resized and their centre cut out, as in evaluation.
-            peer: its name; by default the average of all peers' probabilities.
+            peer: its name; by default the average of all peers' probabilities, or the peer that an adoption ships.
             coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
             risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
                 promises; `peerbayes.calibrate` makes certificates.
@@ -441,7 +452,7 @@ class Run(Mapping[str, Posterior]):
 
         Args:
             inputs: as of `predict`.
-            peer: its name; None for the ensemble of all.
+            peer: its name; None for the ensemble of all, or the peer that an adoption ships.
             coverage: of sets that a certificate promises.
             risk: of answers that a certificate promises.
             draws: of each peer; by default as many as the recipe evaluates.
@@ -480,7 +491,8 @@ class Run(Mapping[str, Posterior]):
 
     def __repr__(self) -> str:
         state = "" if self.finished else ", not finished"
-        return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{state})"
+        ships = "" if len(self.predicting) == len(self) else f", ships {self.ships}"
+        return f"Run('{self.folder}': {self.recipe.name}, seed {self.seed}, peers {', '.join(self)}{ships}{state})"
 
     def _repr_html_(self) -> str:
         recipe = self.recipe
@@ -536,15 +548,13 @@ def peers_at(path: str | Path, *, trust: bool = False) -> tuple[Run, list[str]]:
         path: of a run folder, a weights file in one, or an export.
         trust: import what the run's files name.
     """
-    path, peer = shipped(Path(path).expanduser())
-    if peer is not None:
-        path = path / f"weights-{peer}.safetensors"
+    path = Path(path).expanduser()
     if path.suffix == ".safetensors" and not path.exists():
         raise InputError(f"{path}: there is no such file")
     if path.suffix == ".safetensors" and not (path.parent / "recipe.toml").is_file():
         raise InputError(f"{path}: not a weights file of a run (there is no recipe.toml beside it)")
     run = Run(path.parent if path.suffix == ".safetensors" else path, trust=trust)
-    names = [name for name in run if path in (run.folder, run.weights_file(name))]
+    names = run.predicting if path == run.named else [name for name in run if path == run.weights_file(name)]
     if not names:
         raise InputError(f"{path}: no weights file of the run in {run.folder}, which has peers {', '.join(run)}")
     return run, names
@@ -650,7 +660,8 @@ def load(
     """Open a run, or what `peerbayes.export` made of one.
 
     Args:
-        folder: the run folder, or the name of a repository of the Hugging Face hub, ``owner/name``, which is fetched.
+        folder: the run folder; that of an adoption, which predicts with what it ships; or the name of a repository of
+            the Hugging Face hub, ``owner/name``, which is fetched.
         networks: by peer; needed where they did not come from a recipe.
         trust: allow what its recipe names as ``package.module:name``, which runs that module's code, in this process.
         revision: of the repository: a branch, tag or commit.
