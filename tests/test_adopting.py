@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import peerbayes as pb
 from commands import QUIET, called, change, process, refused
@@ -46,8 +47,34 @@ def place(tmp_path_factory):
 def adopted(place):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", place[0] / "run")
     return json.loads(
-        called(*words, "--peers", 2, "--extra-epochs", "--distill", "--compress", "--json", *FAST, *QUIET)
+        called(
+            *words,
+            "--peers",
+            2,
+            "--extra-epochs",
+            "--distill",
+            "--compress",
+            "--json",
+            "--log",
+            "tensorboard",
+            *FAST,
+            *QUIET,
+        )
     )
+
+
+def test_every_run_of_an_adoption_is_logged(place, adopted):
+    row = {(row["run"], row["peer"]): row for row in adopted["rows"] if row["temperature"] is None}
+    for who, folder in adopted["folders"].items():
+        events = EventAccumulator(str(place[0] / "run" / folder / "tensorboard"))
+        events.Reload()
+        run = Run(place[0] / "run" / folder)
+        for peer in run:
+            (accuracy,) = events.Scalars(f"test/{peer}/accuracy")
+            assert accuracy.value == pytest.approx(row[who, peer]["accuracy"])
+            lines = [line["step"] for line in run.metrics]
+            assert not lines or [event.step for event in events.Scalars(f"{peer}/loss")] == lines
+    assert {who for who, _ in row} == set(adopted["folders"])
 
 
 def test_the_plain_network_is_judged_as_it_is(place, adopted):

@@ -10,6 +10,7 @@ Sampler = Literal["grid", "tpe"]
 Objective = Literal["nll", "accuracy", "ece"]  # figures of the validation split
 SetMethod = Literal["lac", "aps", "raps"]  # of prediction sets
 Statistics = Literal["imagenet", "data"]  # that images are normalised by
+LoggerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 ExportFormat = Literal["onnx", "torch", "hub"]
 ExportNoise = Literal["seed", "input", "baked", "none"]  # where an export's draws come from
 ExportCodebook = Literal["lookup", "plain"]

@@ -12,7 +12,7 @@ from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, mean_of
 from peerbayes.inference.progress import Share, watched, watcher_now
-from peerbayes.posteriors.certificate import Certificate, how_to
+from peerbayes.posteriors.certificate import Certificate, check_level, how_to
 from peerbayes.runs.new_inputs import new_inputs
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def predict_batches(
         calibrated: whether logits are divided by the temperature.
         device: where to predict.
     """
+    check_level("coverage", coverage)
+    check_level("risk", risk)
     where = pick_device(device)
     posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
     temperature = 1.0 if not calibrated else run.temperature if peer is None else run[peer].temperature
