@@ -209,7 +209,7 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Image.Image) or np.ndim(value) >= 2
 
 
-class _Rows:
+class _TableRows:
     """Some rows of a pandas table without one column: of it, what is read here."""
 
     iloc = None
@@ -233,7 +233,7 @@ def _rows_by_split(frame: Any) -> dict[str, Any]:
         return {"train": frame}
     values = [str(row[place]) for row in frame.itertuples(index=False, name=None)]
     parts = by_split("train (a DataFrame)", values) or {"train": range(len(values))}
-    return {part: _Rows(frame, rows, place) for part, rows in parts.items()}
+    return {part: _TableRows(frame, rows, place) for part, rows in parts.items()}
 
 
 def _picture_columns(given: Any) -> list[int]:
