@@ -112,7 +112,8 @@ def test_without_a_promise_it_says_how_to_make_one(pair):
     assert one["abstain"] is None
     assert one["set"] is None
     assert one["explanation"][2].startswith("It never abstains: no risk is promised of its answers. `peerbayes calib")
-    assert "no coverage is promised. `peerbayes calibrate RUN --coverage .9 --risk .05`" in one["explanation"][3]
+    assert "`peerbayes calibrate RUN --coverage .9 --risk .05` makes promises" in one["explanation"][2]
+    assert one["explanation"][3] == "There is no set of classes: no coverage is promised."  # how is told once
     assert 0 < one["disagreement"] <= one["entropy"]
     assert "6 networks differ" in one["explanation"][1]
     assert about["certificate"] is None
