@@ -1,6 +1,7 @@
 """Adopting a trained network: what is read, what is trained, what the table says, and what is chosen by."""
 
 import copy
+import dataclasses
 import html
 import json
 import math
@@ -173,16 +174,17 @@ def test_python_predicts_with_what_is_shipped_as_the_command_does(one_of_two):
     assert list(peers.predict(digit).records()) != [told]
 
 
-def test_promises_of_an_adoption_are_asked_for_by_its_folder(one_of_two, capsys):
+def test_promises_of_an_adoption_are_asked_for_by_its_folder(place, one_of_two, capsys):
     folder, digit, _ = one_of_two
     for run in (pb.load(folder), Adopted(folder, {"peers": Run(folder / "peers")}, one_of_two[2], {}).best):
         with pytest.raises(InputError) as caught:
             run.predict(digit, coverage=0.9)
-        line = f"peerbayes calibrate {folder} --coverage 0.9"
-        assert str(caught.value) == f"{folder}: nothing is promised of its predictions; `{line}` promises it"
+        line = f"`peerbayes calibrate {folder} --coverage 0.9 --data IMAGES` promises it, by images that chose nothing"
+        assert str(caught.value) == f"{folder}: nothing is promised of its predictions; {line}"
     words = ("predict", folder, digit, "--coverage", 0.9)
     assert refused(capsys, *words) == str(caught.value)
-    called(*line.split()[1:])
+    assert "`adopt` has chosen" in refused(capsys, "calibrate", folder, "--coverage", 0.9)
+    pb.calibrate(folder, dataclasses.replace(place[2], validation=place[2].test), coverage=0.9, device="cpu")
     (told,) = json.loads(called(*words, "--json"))
     assert list(pb.load(folder).predict(digit, coverage=0.9).records()) == [told]
 

@@ -21,7 +21,7 @@ from peerbayes.math.conformal import Method
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.runs.folder import lock
-from peerbayes.runs.run import ADOPTED, Run, peers_at, read_json, run_of, trained_into, write_text
+from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
 from peerbayes.runs.temperatures import (
     certificate_of,
     certify,
@@ -339,7 +339,7 @@ def _chosen_by(run: Run) -> str | None:
     what = None
     if run.recipe.evaluation.keep == "best":
         what, instead = "its best epoch was chosen on", ", or train with evaluation.keep = 'last'"
-    elif (run.folder.resolve().parent / ADOPTED).is_file():
+    elif run.adopted:
         what, instead = "`adopt` has chosen widths and what to ship by", ""
     if what is None:
         return None

@@ -191,16 +191,18 @@ def check_level(name: str, level: object) -> None:
         raise InputError(f"{name} is {level!r}, expected a number between 0 and 1")
 
 
-def how_to(origin: str, coverage: float | None, risk: float | None) -> str:
+def how_to(origin: str, coverage: float | None, risk: float | None, adopted: bool = False) -> str:
     """Return how promises are made, as the end of a sentence.
 
     Args:
         origin: the run or posterior.
         coverage: that is promised, if any.
         risk: that is promised, if any.
+        adopted: whether the validation images have chosen something, so that others have to promise it.
     """
     options = "".join(f" --{name} {level}" for name, level in (("coverage", coverage), ("risk", risk)) if level)
-    return f"`peerbayes calibrate {origin}{options}` promises it"
+    others = " --data IMAGES" if adopted else ""
+    return f"`peerbayes calibrate {origin}{options}{others}` promises it" + ", by images that chose nothing" * adopted
 
 
 def _values(values: Sequence[float], names: Sequence[str] | None) -> str:

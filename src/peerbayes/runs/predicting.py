@@ -77,7 +77,8 @@ def _promised(
     names = list(run) if peer is None else [peer]
     origin = str(run.named if names == run.predicting else run.weights_file(names[0]))
     if certificate is None:
-        raise InputError(f"{origin}: nothing is promised of its predictions; {how_to(origin, coverage, risk)}")
+        told = how_to(origin, coverage, risk, adopted=run.adopted)
+        raise InputError(f"{origin}: nothing is promised of its predictions; {told}")
     if not calibrated:
         raise InputError(f"{origin}: promises are of its calibrated predictions; leave out --raw (calibrated=False)")
     if draws is not None and draws != certificate.draws:

@@ -208,6 +208,11 @@ class Run(Mapping[str, Posterior]):
         return path.is_file() and read_json(path).get("library_name") == "peerbayes"
 
     @property
+    def adopted(self) -> bool:
+        """Whether it is one of an adoption's, whose validation images have chosen something."""
+        return (self.folder.resolve().parent / ADOPTED).is_file()
+
+    @property
     def predicting(self) -> list[str]:
         """The peers that predict by default: all of them as one, or the one that an adoption ships."""
         return list(self) if self.ships is None else [self.ships]
