@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LOWEST ?= .venv-lowest
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test test-gpu lint bench docs clean
+.PHONY: demo test test-gpu test-lowest lint bench docs clean
 
 demo: $(READY)
 	$(BIN)/peerbayes demo
@@ -16,6 +17,18 @@ test: lint
 
 test-gpu: $(READY)  # the record is of the commit that is checked out, and written by the tests themselves
 	$(BIN)/pytest -m gpu --record results/gpu-tests.json
+
+# The lowest versions that pyproject.toml allows. Their own warnings are no errors, as they are in the other tests.
+test-lowest: $(LOWEST)/.ready
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -o filterwarnings=default tests/test_doctor.py tests/test_completion.py \
+	    tests/test_front_door.py tests/test_networks.py tests/math/test_noise.py tests/posteriors/test_storage.py \
+	    tests/recipes tests/reports/test_judging.py tests/runs/test_loggers.py tests/exporting/test_export.py tests/serving/test_serving.py
+
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check -c constraints-lowest.txt -e ".[zoo,sweep,text,export,serve,tensorboard,mlflow,wandb]" \
+	    pytest hypothesis httpx
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,4 +55,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo build docs/_build docs/generated src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) demo build docs/_build docs/generated src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

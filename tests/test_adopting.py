@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import peerbayes as pb
 from commands import QUIET, called, change, process, refused
@@ -49,8 +50,34 @@ def place(tmp_path_factory):
 def adopted(place):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", place[0] / "run")
     return json.loads(
-        called(*words, "--peers", 2, "--extra-epochs", "--distill", "--compress", "--json", *FAST, *QUIET)
+        called(
+            *words,
+            "--peers",
+            2,
+            "--extra-epochs",
+            "--distill",
+            "--compress",
+            "--json",
+            "--log",
+            "tensorboard",
+            *FAST,
+            *QUIET,
+        )
     )
+
+
+def test_every_run_of_an_adoption_is_logged(place, adopted):
+    row = {(row["run"], row["peer"]): row for row in adopted["rows"] if row["temperature"] is None}
+    for who, folder in adopted["folders"].items():
+        events = EventAccumulator(str(place[0] / "run" / folder / "tensorboard"))
+        events.Reload()
+        run = Run(place[0] / "run" / folder)
+        for peer in run:
+            (accuracy,) = events.Scalars(f"test/{peer}/accuracy")
+            assert accuracy.value == pytest.approx(row[who, peer]["accuracy"])
+            lines = [line["step"] for line in run.metrics]
+            assert not lines or [event.step for event in events.Scalars(f"{peer}/loss")] == lines
+    assert {who for who, _ in row} == set(adopted["folders"])
 
 
 def test_the_plain_network_is_judged_as_it_is(place, adopted):
@@ -146,16 +173,20 @@ def test_python_predicts_with_what_is_shipped_as_the_command_does(one_of_two):
     assert list(peers.predict(digit).records()) != [told]
 
 
-def test_promises_of_an_adoption_are_asked_for_by_its_folder(one_of_two, capsys):
+def test_promises_of_an_adoption_are_asked_for_by_its_folder(place, one_of_two, capsys):
     folder, digit, _ = one_of_two
+    images, labels = place[2].test.batch(torch.arange(200), torch.device("cpu"))
+    arrays = {f"{split}_{what}": tensor.numpy() for split in ("train", "val", "test")
+              for what, tensor in (("images", images), ("labels", labels))}  # fmt: skip
+    np.savez(folder / "others.npz", **arrays)
     for run in (pb.load(folder), Adopted(folder, {"peers": Run(folder / "peers")}, one_of_two[2], {}).best):
         with pytest.raises(InputError) as caught:
             run.predict(digit, coverage=0.9)
-        line = f"peerbayes calibrate {folder} --coverage 0.9"
+        line = f"peerbayes calibrate {folder} --data OTHERS --coverage 0.9"
         assert str(caught.value) == f"{folder}: nothing is promised of its predictions; `{line}` promises it"
     words = ("predict", folder, digit, "--coverage", 0.9)
     assert refused(capsys, *words) == str(caught.value)
-    called(*line.split()[1:])
+    called(*line.replace("OTHERS", str(folder / "others.npz")).split()[1:])
     (told,) = json.loads(called(*words, "--json"))
     assert list(pb.load(folder).predict(digit, coverage=0.9).records()) == [told]
 

@@ -19,7 +19,7 @@ INTERNAL = {"along", "check_pair"}  # of math, for its own modules
 # Names without an example yet; one that has got an example must go.
 WITHOUT_EXAMPLE = {"Adopted", "adopt", "compress", "load_texts"}  # which train several networks, or want texts
 # All public functions have an `Args:` section where they take two or more arguments, but for those of these modules.
-WITHOUT_ARGS = ["training/reporters.py"]
+WITHOUT_ARGS = ["training/reporters.py", "runs/loggers.py", "runs/tracking.py"]
 ROOMS = sorted({path.relative_to(ROOT).parts[0] for path in ROOT.rglob("*.py")} - {"__init__.py", "__main__.py"})
 
 

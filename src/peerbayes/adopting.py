@@ -108,9 +108,9 @@ class Adoption:
         if not widths or min(widths) <= 0 or len(set(widths)) < len(widths):
             raise InputError(f"widths are {', '.join(map(str, widths))}: expected different numbers above 0")
         self.folder, self.seed, self.widths, self.with_peers = folder, seed, tuple(widths), bool(peers)
-        self.epochs = epochs
-        self.extra, self.new_head, self.normalize = extra_epochs, new_head, normalize
+        self.extra, self.new_head, self.normalize, self.epochs = extra_epochs, new_head, normalize, epochs
         self.module = network if isinstance(network, nn.Module) else None
+        self.title = str(network) if self.module is None else type(network).__name__
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
         given = set_data(table, data, root)
@@ -321,8 +321,23 @@ def adopt(
         new_head=new_head, normalize=normalize, seed=seed, overrides=overrides, root=how.get("root"),
     )  # fmt: skip
     options = How(**how)
-    device, reporter = options.place(), options.voice(reporter)
-    reporter.headline(_validation_told(adoption.data))
+    with options.speaking(reporter) as voice:
+        voice.headline(_validation_told(adoption.data))
+        return _adopted(adoption, options, how, voice, resume, smaller, corrupted, compare)
+
+
+def _adopted(
+    adoption: Adoption,
+    options: How,
+    how: Mapping[str, Any],
+    reporter: Reporter,
+    resume: bool,
+    smaller: Sequence[str],
+    corrupted: str | Path | None,
+    compare: Mapping[str, Run],
+) -> Adopted:
+    """Train, choose and judge; see `adopt`."""
+    device, epochs = options.place(), adoption.epochs
 
     def trained(jobs: Mapping[str, Job]) -> dict[str, Run]:
         runs = execute(resolve(list(jobs.values())), options, resume=resume, reporter=reporter)
@@ -344,7 +359,7 @@ def adopt(
         chosen |= trained({"peers": adoption.peers(width)})
         losses["peers"] = _losses(chosen["peers"], adoption.data, device)
     for which in smaller:
-        further = {**how, "resume": resume and (folder / which).exists(), "reporter": reporter}
+        further = {**how, "resume": resume and (adoption.folder / which).exists(), "reporter": reporter}
         chosen[which] = adoption.make_smaller(which, chosen["bayesian"], further)
         losses[which] = _losses(chosen[which], adoption.data, device)
     for who, one in compare.items():
@@ -360,13 +375,14 @@ def adopt(
         )  # fmt: skip
         if who not in compare:
             write_report(one, judged[who])
+            reporter.result(one.folder, judged[who])
     rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
     record: Record = {
-        "network": str(network) if adoption.module is None else type(network).__name__,
+        "network": adoption.title,
         "dataset": adoption.data.name,
-        "seed": seed,
+        "seed": adoption.seed,
         "epochs": epochs,
-        "new_head": new_head,
+        "new_head": adoption.new_head,
         "validation_images": len(adoption.data.validation or ()),
         "validation_mistakes": _mistakes(runs["plain"], adoption.data, device),
         "validation_learnt": bool(learnt),
@@ -384,15 +400,15 @@ def adopt(
         record["verdict"] = f"Ship plain, as it is: nothing can be chosen, since {learnt}"
     else:
         place = record["folders"][record["ship"]["run"]]
-        record["verdict"] += f". Its run is {folder / place}. Widths by validation NLL: {told}."
+        record["verdict"] += f". Its run is {adoption.folder / place}. Widths by validation NLL: {told}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
         _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
-    write_record(folder / ADOPTED, record)
+    write_record(adoption.folder / ADOPTED, record)
     heading = f"What adopting makes of {Path(record['network']).name}"
-    write_page(folder / "report.html", by_run(judged), heading, [adoption_table(record)], [record["verdict"]])
-    return Adopted(folder, chosen, record, judged)
+    write_page(adoption.folder / "report.html", by_run(judged), heading, [adoption_table(record)], [record["verdict"]])
+    return Adopted(adoption.folder, chosen, record, judged)
 
 
 def default_adopted(network: Network) -> Path:

@@ -9,6 +9,7 @@ Placement = Literal["auto", "device", "stream"]
 Sampler = Literal["grid", "tpe"]
 Objective = Literal["nll", "accuracy", "ece"]  # figures of the validation split
 SetMethod = Literal["lac", "aps", "raps"]  # of prediction sets
+LoggerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 ExportFormat = Literal["onnx", "torch", "hub"]
 ExportNoise = Literal["seed", "input", "baked", "none"]  # where an export's draws come from
 ExportCodebook = Literal["lookup", "plain"]

@@ -106,6 +106,8 @@ def _packages() -> Iterator[Record]:
     for line in lines:
         match = _REQUIREMENT.fullmatch(line)
         assert match is not None, line
+        if match[1] == "peerbayes":  # an extra of extras, which are listed themselves
+            continue
         name, wanted, extra = match[1], ",".join(sorted(match[2].split(","), reverse=True)), match[3]
         try:
             version: str | None = importlib.metadata.version(name)

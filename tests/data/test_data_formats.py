@@ -1,6 +1,7 @@
 """Each format is written as the official files are, and read back pixel by pixel."""
 
 import gzip
+import io
 import os
 import pickle
 import struct
@@ -15,6 +16,7 @@ from PIL import Image
 from torchvision.transforms import functional as vision
 
 from peerbayes.data import ArraySplit, load, load_images, load_outside
+from peerbayes.data.splits import decode_rgb
 from peerbayes.errors import InputError, PeerbayesWarning
 
 CPU = torch.device("cpu")
@@ -592,3 +594,8 @@ def test_what_was_learnt_is_not_outside(recwarn):
     assert not recwarn.list
     with pytest.warns(PeerbayesWarning, match="digits: is the data that was learnt"):
         load_outside("digits", learnt)
+
+
+def test_what_a_decoder_says_keeps_its_letters_whatever_the_file_is_called():
+    with pytest.raises(InputError, match=r"^a: cannot be decoded as an image \(image file is truncated"):
+        decode_rgb(io.BytesIO(b"P6 10 10 255 too short"), "a")

@@ -145,6 +145,7 @@ def test_scales_that_swamp_what_a_network_has_learnt_are_told_of(digits, trained
         about = [text for text in recorder.warnings if "swamp" in text]
         assert bool(about) == told
         assert not told or about[0].startswith("the scales of peer 'a' swamp its weights: the mean network is right on")
+        assert not told or about[0].endswith("such as posterior.width = 0.02 (--width 0.02 of `adopt`)")
 
 
 # ---- what is Bayesian -------------------------------------------------------------------------------------------

@@ -64,6 +64,17 @@ def test_corruptions_are_made_of_the_test_images_and_averaged_over_types_and_sev
     assert judge_corrupted(predict, peers, data, "made", 15) == found
 
 
+@pytest.mark.parametrize("count", [1, 5, 76])
+def test_any_number_of_images_is_corrupted_by_one_each(data, count):
+    rows = torch.arange(count) % COUNT
+    few = replace(data, test=ArraySplit(split(1).images[rows], rows % 4))
+    ((name, made),) = outside._corrupted(few, "mixed", torch.device("cpu"))
+    images = made.batch(torch.arange(count), torch.device("cpu"))[0]
+    assert (name, len(images)) == ("mixed", count)
+    first = outside._made(few.test.images[::75].clone(), few, COMMON[0], 1)
+    assert torch.equal(images[::75], first)
+
+
 def test_one_peer_alone_has_no_figures_as_one(data, peers):
     assert list(judge_corrupted(predict, {"b": peers["b"]}, data, "made", 15)) == ["b"]
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import peerbayes as pb
-from commands import called, contents, refused, write_small
+from commands import called, contents, refused, save_npz, write_small
 from peerbayes.api.fitting import train
 from peerbayes.data.splits import order
 from peerbayes.errors import InputError, PeerbayesWarning
@@ -154,7 +154,8 @@ def test_the_certificate_is_kept_and_goes_with_its_temperature(run, tmp_path):
     copied = type(run["scratch"]).load(tmp_path / "copy.safetensors", run.network("scratch"))
     assert copied.certificate == run.certificate
     assert copied.digest() == Run(run.folder)["scratch"].digest()
-    pb.calibrate(run, device="cpu")
+    with pytest.warns(PeerbayesWarning, match=r"dropped: risk 0\.1 \(calibrating without promises ends them\)"):
+        pb.calibrate(run, device="cpu")
     again = Run(run.folder)
     assert again.certificate is None
     assert storage.read(run.weights_file("scratch"))[1] == before[1]
@@ -179,7 +180,9 @@ def test_a_run_of_peers_is_certified_as_one_and_a_weights_file_by_itself(pair, t
     assert both.certificate == again.certificate
     assert both["a"].certificate.draws == 3
     assert both.predict(images, "a", coverage=0.8, device="cpu").sets.shape == (30, 3)
-    pb.calibrate(run.folder, device="cpu")
+    with pytest.warns(PeerbayesWarning, match=r"dropped: coverage 0\.8") as told:
+        pb.calibrate(run.folder, device="cpu")
+    assert sorted(str(one.message).split(": ")[0] for one in told) == [str(run.folder), str(run.weights_file("a"))]
     assert Run(run.folder).certificate is None
     assert "certificate" not in json.loads((run.folder / "run.json").read_text())
 
@@ -251,6 +254,10 @@ def test_long_sets_are_cut_where_people_read_them():
         (["--risk", "-0.1"], "risk is -0.1, expected a number between 0 and 1"),
         (["--risk", "0.1", "--delta", "2"], "delta is 2.0, expected a number between 0 and 1"),
         (["--by-class"], "by_class says how coverage or risk is promised; give one of them"),
+        (["--method", "aps"], "method says how coverage is promised; give a coverage, too"),
+        (["--risk", "0.1", "--method", "aps"], "method says how coverage is promised; give a coverage, too"),
+        (["--delta", "0.05"], "delta says how risk is promised; give a risk, too"),
+        (["--coverage", "0.9", "--delta", "0.05"], "delta says how risk is promised; give a risk, too"),
     ],
 )
 def test_what_cannot_be_promised_is_one_sentence_and_nothing_is_written(run, capsys, words, told):
@@ -332,8 +339,81 @@ def test_images_that_chose_the_best_epoch_promise_nothing(pair, tmp_path, capsys
     assert "best epoch was chosen on the validation images, so they can promise nothing" in told
     data = Run(folder).recipe.data.name
     called("calibrate", folder, "--coverage", "0.5", "--data", data, *CPU, code=2)  # has no validation split of its own
-    fresh = pb.data.load(data, validation=24)
-    assert pb.calibrate(folder, fresh, coverage=0.5, device="cpu").certificate is not None
+    again = pb.data.load(data, validation=24)  # the same images
+    with pytest.raises(InputError, match="best epoch was chosen on the validation images"):
+        pb.calibrate(folder, again, coverage=0.5, device="cpu")
+    others = pb.data.load(save_npz(tmp_path / "others.npz", count=90), validation=24)
+    assert pb.calibrate(folder, others, coverage=0.5, device="cpu").certificate is not None
+
+
+def test_images_that_an_adoption_chose_by_promise_nothing(pair, tmp_path, capsys):
+    folder = shutil.copytree(pair.folder, tmp_path / "adopted" / "peers")
+    ship = {"ship": {"run": "peers", "peer": "ensemble"}, "folders": {"peers": "peers"}}
+    (tmp_path / "adopted" / "adopted.json").write_text(json.dumps(ship))
+    before = contents(folder)
+    for path in (folder, folder.parent, folder / "weights-a.safetensors"):
+        told = refused(capsys, "calibrate", path, "--coverage", "0.5", *CPU)
+        assert "`adopt` has chosen widths and what to ship by the validation images" in told
+        assert "give a data set with a validation split of others, as data=... in Python or --data" in told
+    with pytest.raises(InputError, match="`adopt` has chosen"):
+        pb.calibrate(folder, pair.data(), coverage=0.5, device="cpu")  # the same images
+    with pytest.raises(InputError, match="`adopt` has chosen"):
+        pb.calibrate(Run(folder)["a"], coverage=0.5, device="cpu")
+    assert contents(folder) == before
+    called("calibrate", folder, *CPU)  # a temperature promises nothing
+    others = pb.data.load(save_npz(tmp_path / "others.npz", count=90), validation=24)
+    assert pb.calibrate(folder.parent, others, coverage=0.5, device="cpu").certificate.images == 18
+
+
+def test_a_promise_that_is_not_named_is_kept_if_it_was_made_by_the_same_images_and_draws(run):
+    both = pb.calibrate(Run(run.folder), coverage=0.9, risk=0.05, device="cpu").certificate
+    pb.calibrate(run.folder, coverage=0.9, risk=0.2, device="cpu")
+    pb.calibrate(run.folder, risk=0.05, device="cpu")  # warnings are errors
+    assert Run(run.folder).certificate == both
+    pb.calibrate(run.folder, coverage=0.8, method="aps", device="cpu")
+    found = Run(run.folder).certificate
+    assert (found.risk, found.coverage.level, found.coverage.method) == (both.risk, 0.8, "aps")
+    digits = run.data()
+    others = pb.data.load("digits", validation=500)
+    assert len(others.validation) != len(digits.validation)
+    with pytest.warns(PeerbayesWarning, match=r"dropped: coverage 0\.8 \(it was made by other images or draws\)"):
+        assert pb.calibrate(run.folder, others, risk=0.2, device="cpu").certificate.coverage is None
+    own = Run(run.folder)["scratch"]
+    pb.calibrate(own, coverage=0.9, device="cpu", data=others)
+    assert own.certificate.risk.level == 0.2
+    with pytest.warns(PeerbayesWarning, match=r"posterior 'scratch': dropped: risk 0\.2"):
+        pb.calibrate(own, coverage=0.9, device="cpu", data=digits)
+
+
+def test_no_run_is_changed_unless_all_can_be(run, pair, tmp_path, capsys):
+    before = contents(run.folder)
+    assert "not a run folder" in refused(capsys, "calibrate", run.folder, tmp_path / "nothere", "--risk", "0.3", *CPU)
+    told = refused(capsys, "calibrate", run.folder, pair.folder, "--risk", "0.3", *CPU)
+    assert "risk 0.3 (delta 0.1) can't be promised" in told
+    assert contents(run.folder) == before
+    other = shutil.copytree(pair.folder, tmp_path / "pair")
+    words = (run.folder, other, other / "weights-a.safetensors", "--coverage", "0.5")
+    records = json.loads(called("calibrate", *words, "--json", *CPU))
+    assert [record["certificate"]["images"] for record in records] == [450, 18, 18]
+    assert Run(other).certificate.coverage.level == Run(other)["a"].certificate.coverage.level == 0.5
+
+
+def test_an_export_stays_as_it_is(run, tmp_path, capsys):
+    called("export", run.folder, "--to", "hub", "--out", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors"):
+        for words in ((), ("--coverage", "0.8")):
+            told = refused(capsys, "calibrate", run.folder, path, *words, *CPU)
+            assert told.endswith("calibrate the run, then export it again")
+    called("evaluate", tmp_path / "out", *CPU)
+    assert "is an export; the record is not written" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("words", [("--coverage", "nan"), ("--coverage", "90"), ("--risk", "0")])
+def test_a_level_that_is_none_is_refused_before_anything_is_predicted(run, capsys, words):
+    told = refused(capsys, "predict", run.folder, "x.png", *words, *CPU)
+    assert told == f"{words[0].strip('-')} is {float(words[1])!r}, expected a number between 0 and 1"
 
 
 @pytest.mark.parametrize(

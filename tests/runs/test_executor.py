@@ -131,8 +131,9 @@ def test_python_shows_progress_on_a_terminal_and_is_silent_elsewhere(monkeypatch
     given = Reporter()
     for terminal, kind in ((True, ConsoleReporter), (False, Reporter)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        assert type(How().voice(None)) is kind
-        assert How().voice(given) is given
+        with How().speaking(None) as usual, How().speaking(given) as own:
+            assert type(usual) is kind
+            assert own is given
 
 
 def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, place, tmp_path):

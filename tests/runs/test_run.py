@@ -52,6 +52,9 @@ ABOUT = {
     '{"seed": 0, "finished": true, "inputs": 3}': "inputs: input should be a table with keys classes, shape, mean, ",
     '{"seed": 0, "finished": true, "inputs": {"klasses": 3}}': "inputs has no key 'klasses'; did you mean 'classes'?",
     '{"seed": 0, "finished": true, "inputs": {"classes": 3}}': "'inputs.shape' is missing",
+    '{"seed": 0, "class_names": ["a"], "inputs": {"classes": 3, "shape": [1], "mean": [], "std": []}}': (
+        "class_names: 1 names of 3 classes"
+    ),
 }
 
 

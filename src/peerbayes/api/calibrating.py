@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -19,7 +21,7 @@ from peerbayes.math.conformal import Method
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.runs.folder import lock
-from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
+from peerbayes.runs.run import ADOPTED, Run, peers_at, read_json, run_of, trained_into, write_text
 from peerbayes.runs.temperatures import (
     certificate_of,
     certify,
@@ -89,7 +91,8 @@ def calibrate(
     With ``coverage`` or ``risk`` a quarter of the images fits the temperature, and the others show what is promised:
     sets of classes that hold the true one, and abstentions. `Run.predict` takes the same options then. The promise is
     of what ``source`` predicts: of a run with several peers, all of them as one. It holds for images that come from
-    where the validation images come from; nothing may have been learnt of these, or chosen by them.
+    where the validation images come from; nothing may have been learnt of these, or chosen by them, as `adopt` does.
+    An earlier promise that is not asked for is kept if it was made by the same images and draws.
 
     Args:
         source: a finished run, its folder, or a weights file of a run: its weights files and run.json keep the
@@ -120,44 +123,152 @@ def calibrate(
         True
         >>> folder.cleanup()
     """
-    where = pick_device(device)
+    how: dict[str, Any] = {"draws": draws, "device": device, "root": root}
     promises = Promises(coverage, risk, delta, method, by_class)
     if isinstance(source, Posterior):
-        known = run_of(source)
-        count = draws or (known.recipe.evaluation.draws if known is not None else DRAWS)
-        loaded, held = _held_out(data, known, root, promises)
-        if promises.any:
-            source.certificate = certify({source.name: source}, held, count, source.seed, promises, loaded.name)
-            source.temperature = source.certificate.temperature
-            return source
-        each, _ = fit_temperatures({source.name: source}, held, count, source.seed)
-        source.temperature, source.certificate = each[source.name], None
-        return source
+        return _calibrate_posterior(source, data, promises, **how)
     if not isinstance(given := cast(Any, source), Run | str | Path):
         kind = type(given).__name__
         raise InputError(f"source is a {kind}, expected a run, its folder, a weights file of a run, or a posterior")
-    run, names = (source, source.predicting) if isinstance(source, Run) else peers_at(source, trust=trust)
-    peers = {name: run[name].to(where) for name in names}
+    (run,) = calibrate_runs([source], data, promises, trust=trust, **how)
+    return run
+
+
+def _calibrate_posterior(
+    posterior: Posterior,
+    data: Any,
+    promises: Promises,
+    draws: int | None,
+    device: str | torch.device,
+    root: str | Path | None,
+) -> Posterior:
+    """Calibrate a posterior in memory; see `calibrate`."""
+    pick_device(device)
+    known = run_of(posterior)
+    count = draws or (known.recipe.evaluation.draws if known is not None else DRAWS)
+    loaded, held = _held_out(data, known, root, promises)
+    before, certificate = posterior.certificate, None
+    if promises.any:
+        certificate = certify({posterior.name: posterior}, held, count, posterior.seed, promises, loaded.name)
+        certificate = certificate.keeping(before)
+        temperature = certificate.temperature
+    else:
+        temperature = fit_temperatures({posterior.name: posterior}, held, count, posterior.seed)[1]
+    posterior.temperature, posterior.certificate = temperature, certificate
+    _warn_of_dropped(f"posterior '{posterior.name}'", before, certificate, promises, stacklevel=4)
+    return posterior
+
+
+def calibrate_runs(
+    sources: Sequence[Run | str | Path],
+    data: Any,
+    promises: Promises,
+    *,
+    draws: int | None = None,
+    device: str | torch.device = "auto",
+    root: str | Path | None = None,
+    trust: bool = False,
+) -> list[Run]:
+    """Calibrate several runs; nothing is written before all of them can be.
+
+    Args:
+        sources: as of `calibrate`, but for posteriors.
+        data: as of `calibrate`.
+        promises: what is to be promised; nothing fits temperatures alone.
+        draws: draws averaged; by default as many as each run's recipe evaluates with.
+        device: where to predict.
+        root: data root.
+        trust: allow what the recipe of a run folder names as ``package.module:name``.
+    """
+    where = pick_device(device)
+    opened = [(one, one.predicting) if isinstance(one, Run) else peers_at(one, trust=trust) for one in sources]
+    for run, names in opened:
+        if run.exported:
+            raise InputError(
+                f"{run.folder}: is an export, whose program and card would keep the old temperature and promises; "
+                "calibrate the run, then export it again"
+            )
+        for name in names:
+            run[name]
+    with contextlib.ExitStack() as stack:
+        for folder in {run.folder.resolve(): run.folder for run, _ in opened}.values():
+            stack.enter_context(lock(folder))
+        fits = []
+        for run, names in opened:
+            fits.append(_fit(run, names, data, promises, draws, where, root))
+        for fit in fits:
+            fit.write()
+    for fit in fits:
+        for origin, before in fit.before.items():
+            _warn_of_dropped(origin, before, fit.certificate, promises, stacklevel=4)
+    return [run for run, _ in opened]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What was fitted of a run, and is not written yet.
+
+    Attributes:
+        run: the run.
+        peers: those that were calibrated.
+        each: temperatures by peer; none where all peers as one promise something.
+        together: temperature of all of them as one.
+        certificate: what is promised of these.
+        before: certificates that were there, by where.
+    """
+
+    run: Run
+    peers: Mapping[str, Posterior]
+    each: Mapping[str, float]
+    together: float
+    certificate: Certificate | None
+    before: Mapping[str, Certificate | None]
+
+    def write(self) -> None:
+        """Keep it with the weights, and in run.json."""
+        for name, temperature in self.each.items():
+            keep_temperature(self.peers[name], temperature, self.run.weights_file(name), self.certificate)
+        if list(self.peers) == list(self.run):
+            keep_together(self.run, self.together, self.certificate if len(self.peers) > 1 else None)
+
+
+def _fit(
+    run: Run,
+    names: Sequence[str],
+    data: Any,
+    promises: Promises,
+    draws: int | None,
+    device: torch.device,
+    root: str | Path | None,
+) -> _Fit:
+    peers = {name: run[name].to(device) for name in names}
     loaded, held = _held_out(data, run, root, promises)
     count = draws or run.recipe.evaluation.draws
-    with lock(run.folder):
-        if promises.any:
-            log_p, labels = predicted_as_one(peers, held, count, run.seed)
-            names_of_classes = peers[names[0]].class_names
-            certificate = certificate_of(log_p, labels, promises, run.seed, count, loaded.name, names_of_classes)
-            if data is None:
-                _warn_of_learnt(run, names, float((log_p.argmax(1) == labels).double().mean()), loaded)
-            if len(names) == 1:
-                keep_temperature(peers[names[0]], certificate.temperature, run.weights_file(names[0]), certificate)
-            if names == list(run):
-                keep_together(run, certificate.temperature, certificate if len(names) > 1 else None)
-            return run
+    whole = run.certificate if list(names) == list(run) else run[names[0]].certificate
+    if not promises.any:
         each, together = fit_temperatures(peers, held, count, run.seed)
-        for name, posterior in peers.items():
-            keep_temperature(posterior, each[name], run.weights_file(name))
-        if names == list(run):
-            keep_together(run, together)
-    return run
+        before = {str(run.weights_file(name)): run[name].certificate for name in names}
+        return _Fit(run, peers, each, together, None, before | ({str(run.folder): whole} if len(names) > 1 else {}))
+    log_p, labels = predicted_as_one(peers, held, count, run.seed)
+    class_names = peers[names[0]].class_names
+    certificate = certificate_of(log_p, labels, promises, run.seed, count, loaded.name, class_names).keeping(whole)
+    if data is None:
+        _warn_of_learnt(run, names, float((log_p.argmax(1) == labels).double().mean()), loaded)
+    temperature = certificate.temperature
+    each = {names[0]: temperature} if len(names) == 1 else {}
+    return _Fit(run, peers, each, temperature, certificate, {str(run.folder): whole})
+
+
+def _warn_of_dropped(
+    origin: str, before: Certificate | None, after: Certificate | None, promises: Promises, stacklevel: int
+) -> None:
+    """Warn of promises that were there, were not asked for, and could not be kept."""
+    for name in ("coverage", "risk"):
+        promise = getattr(before, name, None)
+        if promise is not None and getattr(promises, name) is None and getattr(after, name, None) is None:
+            why = "it was made by other images or draws" if promises.any else "calibrating without promises ends them"
+            told = f"{origin}: dropped: {name} {promise.level:g} ({why}); name it again to promise it"
+            warnings.warn(told, PeerbayesWarning, stacklevel=stacklevel)
 
 
 def _warn_of_learnt(run: Run, names: Sequence[str], held: float, loaded: Dataset) -> None:
@@ -172,7 +283,7 @@ def _warn_of_learnt(run: Run, names: Sequence[str], held: float, loaded: Dataset
     for one in known:
         learnt = learnt_by(held, len(loaded.validation), one["accuracy"], len(loaded.test))
         if learnt:
-            warnings.warn(f"{run.folder}: the promise is worth little: {learnt}", PeerbayesWarning, stacklevel=3)
+            warnings.warn(f"{run.folder}: the promise is worth little: {learnt}", PeerbayesWarning, stacklevel=5)
 
 
 def keep_together(run: Run, temperature: float, certificate: Certificate | None = None) -> None:
@@ -196,11 +307,9 @@ def keep_together(run: Run, temperature: float, certificate: Certificate | None 
 
 def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Promises) -> tuple[Dataset, Split]:
     """Return the data that were given, or that a run has learnt, and their validation split."""
-    if data is None and run is not None and promises.any and run.recipe.evaluation.keep == "best":
-        raise InputError(
-            f"{run.folder}: its best epoch was chosen on the validation images, so they can promise nothing; give "
-            "others, as data=... in Python or --data, or train with evaluation.keep = 'last'"
-        )
+    chosen = _chosen_by(run) if run is not None and promises.any else None
+    if chosen is not None and data is None:
+        raise InputError(chosen)
     if data is None:
         if run is None:
             raise InputError(
@@ -215,9 +324,36 @@ def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Pro
         loaded = load(data, root=root, vocabulary=words, names=names)
     if data is not None and run is not None:
         run.refuse_strange(loaded, sizes=False)
+        if chosen is not None and _are_its_own(loaded, run, root):
+            raise InputError(chosen)
     if loaded.validation is None:
         raise InputError(
             f"{loaded.name}: has no validation split to fit temperatures on; train with data.validation, or give data "
             "with one (peerbayes.data.load(name, validation=0.1)) of which nothing was learnt"
         )
     return loaded, loaded.validation
+
+
+def _chosen_by(run: Run) -> str | None:
+    """Return a sentence where something about a run was chosen by its validation split, which promises nothing then."""
+    what = None
+    if run.recipe.evaluation.keep == "best":
+        what, instead = "its best epoch was chosen on", ", or train with evaluation.keep = 'last'"
+    elif (run.folder.resolve().parent / ADOPTED).is_file():
+        what, instead = "`adopt` has chosen widths and what to ship by", ""
+    if what is None:
+        return None
+    return (
+        f"{run.folder}: {what} the validation images, so they can promise nothing; give a data set with a validation "
+        f"split of others, as data=... in Python or --data{instead}"
+    )
+
+
+def _are_its_own(loaded: Dataset, run: Run, root: str | Path | None) -> bool:
+    """Return whether data are those that a run has learnt; False where these are gone."""
+    said = run.about.get("data")
+    try:
+        digest = run.data(root).digest() if said is None else said["digest"]
+    except InputError:
+        return False
+    return bool(digest == loaded.digest())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import get_args
+
+from peerbayes.choices import LoggerName
 
 DEPTH, MOST = 4, 2000  # how far below, and in how many folders, runs are looked for
 
@@ -18,6 +21,12 @@ def recipe_names(incomplete: str) -> list[str]:
 def recipe_words(incomplete: str) -> list[str]:
     """Return what may follow ``recipes``."""
     return [word for word in ("list", "show") if word.startswith(incomplete)] + recipe_names(incomplete)
+
+
+def loggers(incomplete: str) -> list[str]:
+    """Return the loggers that may come next in a list with commas between."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in get_args(LoggerName) if name.startswith(last)]
 
 
 def run_folders(incomplete: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from peerbayes.cli.options import (
     Device,
     DryRun,
     Json,
+    Log,
     PrecisionAsInTrain,
     Quiet,
     Resume,
@@ -86,6 +88,7 @@ def train(
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
+    log: Log = "",
     quiet: Quiet = False,
 ) -> None:
     """Train recipes, or on --data the default one, into run folders; then evaluate them on the test split.
@@ -136,6 +139,7 @@ def train(
         checkpoint_every=checkpoint_every,
         pack=pack,
         synchronise=synchronise,
+        log=log,
     )
 
 
@@ -153,21 +157,24 @@ def _train_and_show(
         show_plan(executor.dry_run(resolve(jobs), How(**how), resume=resume), as_json)
         return []
     failed: dict[int, TrainingError] = {}
-    with joined(how["device"]) as world:
-        shared: dict[str, Any] = {"reporter": reporter(quiet or not world.is_first), "world": world, **how}
-        for job in jobs if resume else ():
-            if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
-                shared["reporter"].headline(f"{job.folder}: no run there yet: starting anew")
-        runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
-        first = world.is_first
-    # The other processes are done: evaluating may take longer than they would wait.
-    if not first:
-        raise typer.Exit(1 if failed else 0)
-    finished = [run for place, run in enumerate(runs) if place not in failed]
-    loaded, records = executor.DataCache(how["root"]), []
-    for done in finished:
-        records.append(evaluate_run(done, how["device"], loaded, quiet))
-        write_report(done, records[-1])
+    with contextlib.ExitStack() as stack:
+        with joined(how["device"]) as world:
+            first = world.is_first
+            voice = stack.enter_context(How(world=world, **how).speaking(reporter(quiet or not first)))
+            for job in jobs if resume else ():
+                if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
+                    voice.headline(f"{job.folder}: no run there yet: starting anew")
+            shared: dict[str, Any] = {"reporter": voice, "world": world, **how}
+            runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
+        # The other processes are done: evaluating may take longer than they would wait.
+        if not first:
+            raise typer.Exit(1 if failed else 0)
+        finished = [run for place, run in enumerate(runs) if place not in failed]
+        loaded, records = executor.DataCache(how["root"]), []
+        for done in finished:
+            records.append(evaluate_run(done, how["device"], loaded, quiet))
+            write_report(done, records[-1])
+            voice.result(done.folder, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
         for done in finished:
@@ -217,6 +224,7 @@ def adopt(
     engine: AsInTrain = "auto",
     precision: PrecisionAsInTrain = "auto",
     as_json: Json = False,
+    log: Log = "",
     quiet: Quiet = False,
 ) -> None:
     """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
@@ -224,7 +232,7 @@ def adopt(
     from peerbayes.runs.how import How
 
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
-    how["checkpoint_every"] = checkpoint_every
+    how |= {"checkpoint_every": checkpoint_every, "log": log}
     settings: dict[str, Any] = {
         "name": network,
         "peers": peers,
@@ -284,6 +292,7 @@ def distill(
     precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
+    log: Log = "",
     quiet: Quiet = False,
 ) -> None:
     """Distil trained runs into one plain network, on the data that they have learnt."""
@@ -296,7 +305,7 @@ def distill(
     recipe = recipe_into(into, runs, changes)
     job = Job(recipe, run or default_folder(into, seed), seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
-    how["checkpoint_every"] = checkpoint_every
+    how |= {"checkpoint_every": checkpoint_every, "log": log}
     for done in _train_and_show([job], False, as_json, quiet, resume, dry_run, **how):
         for path in save_networks(done):
             say(f"one plain network: {path}", err=as_json)
@@ -329,6 +338,7 @@ def compress(
     precision: PrecisionAsInTrain = "auto",
     trust: Trust = False,
     as_json: Json = False,
+    log: Log = "",
     quiet: Quiet = False,
 ) -> None:
     """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
@@ -337,7 +347,7 @@ def compress(
     trust_runs(trust)
     job = compression(run, into, first, changes, out, seed)
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
-    how["checkpoint_every"] = checkpoint_every
+    how |= {"checkpoint_every": checkpoint_every, "log": log}
     _train_and_show([job], False, as_json, quiet, resume, dry_run, **how)
 
 

@@ -86,14 +86,18 @@ def evaluate(
 ) -> None:
     """Evaluate trained runs on their test split; a table over seeds with error bars.
 
-    Judged as its recipe says, without options, a run gets a new evaluation.json and report.html.
+    Judged as its recipe says, without options, a run gets a new evaluation.json and report.html. An export stays as it
+    is.
     """
     from peerbayes.reports.evaluating import find_runs
     from peerbayes.reports.page import write_page, write_report
+    from peerbayes.reports.record import check_page
     from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import Run
 
     trust_runs(trust)
+    if out is not None:
+        check_page(out)
     folders = [folder for given in runs for folder in find_runs(given)]
     for place, folder in enumerate(folders):
         if any(folder.resolve() == other.resolve() for other in folders[:place]):
@@ -112,7 +116,9 @@ def evaluate(
         )
     for run in opened:
         records.append(evaluate_run(run, device, loaded, averaged=averaged, **how))
-        if not averaged and all(option is None for option in how.values()):
+        if run.exported:
+            say(f"peerbayes: {run.folder}: is an export; the record is not written", err=True)
+        elif not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])
             except OSError as error:  # somebody else's run, say: its figures are shown all the same
@@ -145,7 +151,9 @@ def judge(
     """
     from peerbayes.reports.judging import judge as judged
     from peerbayes.reports.page import write_page
+    from peerbayes.reports.record import check_page
 
+    check_page(out)
     records = judged(*predictions, logits=logits, bins=bins)
     for record in records if calibrated else ():
         if "cnll" not in record["peers"][0]:
@@ -174,7 +182,9 @@ def calibrate(
     ] = False,
     data: Annotated[
         str | None,
-        typer.Option(help="A data set with a validation split that nothing was learnt of.", show_default="the run's"),
+        typer.Option(
+            help="A data set with a validation split that nothing was learnt of or chosen by.", show_default="the run's"
+        ),
     ] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
     device: Device = "auto",
@@ -186,19 +196,21 @@ def calibrate(
 
     Predictions are calibrated by them from then on; evaluation is not. With --coverage or --risk a quarter of the split
     fits the temperature, and the rest shows the promise, whose certificate is kept, too: predict with the same options.
+    An earlier promise that is not named is kept if it was made by the same images and draws. Of several runs none is
+    changed unless all can be.
     """
-    from peerbayes.api.calibrating import calibrate as fitted
+    from peerbayes.api.calibrating import calibrate_runs
+    from peerbayes.inference.guarantees import Promises
     from peerbayes.runs.run import peers_at
     from peerbayes.showing import aligned
 
     trust_runs(trust)
     records: list[dict[str, Any]] = []
     told: list[str] = []
-    promises: dict[str, Any] = {"coverage": coverage, "risk": risk, "delta": delta}
-    promises |= {"method": method, "by_class": by_class}
-    for path in runs:
-        with waiting():
-            run = fitted(path, data, **promises, draws=draws, device=device, root=data_root)
+    promises = Promises(coverage, risk, delta, method, by_class)
+    with waiting():
+        calibrated = calibrate_runs(runs, data, promises, draws=draws, device=device, root=data_root)
+    for path, run in zip(runs, calibrated, strict=True):
         _, names = peers_at(path)
         records.append({"run": str(path), "peers": {name: run[name].temperature for name in names}})
         if len(names) > 1:

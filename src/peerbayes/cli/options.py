@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from peerbayes.choices import Engine, Precision
+from peerbayes.cli.completing import loggers
 from peerbayes.errors import InputError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
@@ -18,6 +19,14 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, print what would be trained, and write nothing.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Log = Annotated[
+    str,
+    typer.Option(
+        help="Also log to tensorboard, mlflow, wandb or trackio; several with commas between.",
+        show_default="metrics.jsonl alone",
+        autocompletion=loggers,
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
 DataRoot = Annotated[
     Path | None,

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -335,7 +336,7 @@ def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
     except UnidentifiedImageError as error:
         raise InputError(f"{where}: cannot be decoded as an image (expected {', '.join(FORMATS)})") from error
     except Exception as error:  # decoders raise many types on broken files
-        reason = str(error).replace(where, "").strip(" '\"") or type(error).__name__
+        reason = re.sub(rf"['\"]{re.escape(where)}['\"]", "", str(error)).strip(" '\"") or type(error).__name__
         raise InputError(f"{where}: cannot be decoded as an image ({reason})") from error
     return in_rgb(image, where)
 

@@ -26,7 +26,7 @@ from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.run import Run, peers_at, run_of
+from peerbayes.runs.run import CONFIG, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
@@ -382,5 +382,5 @@ def _write_weights(aside: Path, known: _Source) -> None:
 def _write_repository(aside: Path, known: _Source, about: Mapping[str, Any]) -> None:
     if known.run is not None:
         write_run(aside, known.run, list(known.posteriors))
-    storage.write_bytes(aside / "config.json", config_of(about, known.run).encode())
+    storage.write_bytes(aside / CONFIG, config_of(about, known.run).encode())
     storage.write_bytes(aside / "README.md", model_card(aside, about, known.run).encode())

@@ -17,7 +17,7 @@ from peerbayes.choices import ExportCodebook, ExportNoise
 from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.exporting.lookup import PackedRows, packed_rows_of
-from peerbayes.inference.prediction import entropy_of, mean_of
+from peerbayes.inference.prediction import mean_of
 from peerbayes.math.noise import Address, keys_of, normal_whole, start_at
 from peerbayes.posteriors.base import Posterior
 
@@ -40,7 +40,7 @@ class Fixed(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (B, C) and their entropy (B,)."""
         log_p = self.network(inputs).float().log_softmax(-1)
-        return log_p, entropy_of(log_p)
+        return log_p, _entropy(log_p)
 
 
 class Drawn(nn.Module):
@@ -74,7 +74,7 @@ class Drawn(nn.Module):
         def step(number: Tensor, total: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             tensors = self.posterior.named(flat_of(number.reshape(1)))
             log_p = self.posterior.run_network(inputs, tensors).float().log_softmax(-1)
-            return number + 1, torch.logaddexp(total, log_p), entropy + entropy_of(log_p)
+            return number + 1, torch.logaddexp(total, log_p), entropy + _entropy(log_p)
 
         _, total, entropy = while_loop(more, step, begin)
         return total - count.log(), entropy / count
@@ -171,7 +171,7 @@ class LookedUp(nn.Module):
         """Return log-probabilities (B, C) and their entropy (B,)."""
         flat, _ = self.posterior.place(None, self.rows())
         log_p = self.posterior.run_network(inputs, self.posterior.named(flat)).float().log_softmax(-1)
-        return log_p, entropy_of(log_p)
+        return log_p, _entropy(log_p)
 
 
 def _given(rows: PackedRows | None) -> dict[str, Tensor]:
@@ -208,10 +208,10 @@ class Program(nn.Module):
                 mean_of(torch.stack([one for one, _ in found])),
                 torch.stack([h for _, h in found]).mean(0),
             )
-        disagreement = (entropy_of(log_p) - expected).clamp_min(0)
+        disagreement = (_entropy(log_p) - expected).clamp_min(0)
         if self.temperature != 1:
             log_p = (log_p / self.temperature).log_softmax(-1)
-        return log_p.exp(), entropy_of(log_p), disagreement
+        return log_p.exp(), _entropy(log_p), disagreement
 
 
 def part_of(posterior: Posterior, classes: int, noise: ExportNoise, draws: int, codebook: ExportCodebook) -> Part:
@@ -235,3 +235,8 @@ def part_of(posterior: Posterior, classes: int, noise: ExportNoise, draws: int, 
     if posterior.members > 1 or not posterior.noise_size:
         raise InputError(f"peer '{posterior.name}': its draws are members, not noise: export them with noise 'baked'")
     return Seeded(posterior, classes) if noise == "seed" else Noisy(posterior, classes)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """Return the entropy as predictions have it, without `torch.special.entr`, which torch 2.11 can't write as ONNX."""
+    return -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)  # 0 log 0 is 0

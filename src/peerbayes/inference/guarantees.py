@@ -23,7 +23,7 @@ from peerbayes.math.conformal import (
     risk_threshold,
 )
 from peerbayes.math.noise import Address
-from peerbayes.posteriors.certificate import CoveragePromise, RiskPromise
+from peerbayes.posteriors.certificate import CoveragePromise, RiskPromise, check_level
 
 FITTED = 0.25  # share of the images that choose the temperature and the order of tests, and promise nothing
 PENALTY = 0.01  # of a place, of RAPS
@@ -49,16 +49,17 @@ class Promises:
 
     def __post_init__(self) -> None:
         for name in ("coverage", "risk", "delta"):
-            level = getattr(self, name)
-            if level is not None and not (isinstance(level, int | float) and 0 < level < 1):
-                raise InputError(f"{name} is {level!r}, expected a number between 0 and 1")
+            check_level(name, getattr(self, name))
         if self.method not in ("lac", "aps", "raps"):
             raise InputError(
                 f"there is no method '{self.method}' of sets{nearest(self.method, ('lac', 'aps', 'raps'))}"
             )
-
         if self.by_class and not self.any:
             raise InputError("by_class says how coverage or risk is promised; give one of them, too")
+        if self.method != "lac" and self.coverage is None:
+            raise InputError("method says how coverage is promised; give a coverage, too")
+        if self.delta != 0.1 and self.risk is None:
+            raise InputError("delta says how risk is promised; give a risk, too")
 
     @property
     def any(self) -> bool:

@@ -144,6 +144,22 @@ class Certificate(Strict):
             chosen[name] = promise
         return self.model_copy(update={"coverage": None, "risk": None} | chosen)
 
+    def keeping(self, before: Certificate | None) -> Certificate:
+        """Return the certificate with promises of an earlier one that it does not make, if their images are the same.
+
+        The same images, draws and seed give the same temperature, by which others are told.
+
+        Args:
+            before: the earlier one, if there was any.
+        """
+        promises = ("coverage", "risk")
+        if before is None or any(
+            getattr(self, name) != getattr(before, name) for name in type(self).model_fields if name not in promises
+        ):
+            return self
+        missing = {name: getattr(before, name) for name in promises if getattr(self, name) is None}
+        return self.model_copy(update=missing)
+
     def describe(self, names: Sequence[str] | None = None) -> list[str]:
         """Return the promises as sentences; ``names`` are those of the classes."""
         sentences = []
@@ -162,6 +178,17 @@ class Certificate(Strict):
                 f"probabilities from {_values(self.risk.thresholds, names)} on)"
             )
         return sentences
+
+
+def check_level(name: str, level: object) -> None:
+    """Refuse a coverage, a risk or the like that is no number between 0 and 1; None is none.
+
+    Args:
+        name: what it is.
+        level: its value.
+    """
+    if level is not None and not (isinstance(level, int | float) and 0 < level < 1):
+        raise InputError(f"{name} is {level!r}, expected a number between 0 and 1")
 
 
 def how_to(origin: str, coverage: float | None, risk: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from peerbayes.reports.examples import examples as shown_inputs
 from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted, judge_outside
 from peerbayes.reports.record import Record, written
 from peerbayes.reports.scoring import basic_figures, binned, recalibrated, scored, selective
+from peerbayes.runs.loggers import loggers_named
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons
+from peerbayes.training.reporters import Reporter
 
 
 def evaluate(
@@ -43,6 +45,7 @@ def evaluate(
     device: str | torch.device = "auto",
     root: str | Path | None = None,
     trust: bool = False,
+    log: str | Sequence[str] = (),
 ) -> Record:
     """Evaluate every peer of a finished run on its test split, and return the record.
 
@@ -63,6 +66,7 @@ def evaluate(
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
+        log: loggers that get the figures, beside what they have got in training, see `How`.
 
     Example:
         >>> import tempfile
@@ -75,6 +79,7 @@ def evaluate(
         (['net'], True)
         >>> folder.cleanup()
     """
+    loggers = loggers_named(log)
     run = run if isinstance(run, Run) else Run(run, trust=trust)
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws
@@ -185,6 +190,11 @@ def evaluate(
             peer["corrupted"] = bad[peer["name"]]
         if None in bad:
             record["ensemble"]["corrupted"] = bad[None]
+    if loggers:
+        from peerbayes.runs.tracking import Trackers
+
+        with Trackers(loggers, Reporter()) as trackers:
+            trackers.result(run.folder, record)
     return record
 
 

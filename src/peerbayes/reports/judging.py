@@ -12,7 +12,7 @@ from peerbayes.engine.devices import environment
 from peerbayes.errors import InputError
 from peerbayes.recipes.settings import Evaluation
 from peerbayes.reports.prediction_files import Predictions, Source, read_predictions
-from peerbayes.reports.record import Record
+from peerbayes.reports.record import Record, check_page
 from peerbayes.reports.scoring import recalibrated, scored
 
 
@@ -48,6 +48,12 @@ def judge(
     """
     if not sources:
         raise InputError("there is nothing to judge: expected .npz or .csv files of predictions, or arrays")
+    if page is not None:
+        check_page(page, "page")
+    files = [Path(source).expanduser().resolve() for source in sources if isinstance(source, str | Path)]
+    for number, file in enumerate(files):
+        if file in files[:number]:
+            raise InputError(f"{file.name}: is given twice")
     fractions = Evaluation().retention if retention is None else list(retention)
     found = [read_predictions(source, logits) for source in sources]
     records = [_record(given, name, bins, fractions) for given, name in zip(found, _datasets(found), strict=True)]

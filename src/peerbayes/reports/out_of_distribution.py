@@ -103,9 +103,9 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
     if source == MIXED:
         images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
         every = [(name, severity) for name in COMMON for severity in range(1, SEVERITIES + 1)]
-        for place, (name, severity) in enumerate(every):
-            if len(rows := torch.arange(place, len(images), len(every), device=device)):
-                images[rows] = _made(images[rows], loaded, name, severity)
+        for place, (name, severity) in enumerate(every[: len(images)]):
+            rows = torch.arange(place, len(images), len(every), device=device)
+            images[rows] = _made(images[rows], loaded, name, severity)
         yield MIXED, ArraySplit(images, labels.cpu())
         return
     for name in COMMON:

@@ -23,6 +23,21 @@ FORMS = ("probabilities", "log_probabilities", "logits")
 KEYS = (*FORMS, "labels", "disagreement", *(f"validation_{name}" for name in (*FORMS, "labels")))
 KEYS += ("method", "seed", "dataset")
 LABEL = ("label", "labels")  # headings of the true class
+# Headings that are no class's, so that a table with one of them has other columns than labels and classes.
+OTHERS = (
+    "",
+    "disagreement",
+    "entropy",
+    "file",
+    "filename",
+    "id",
+    "image",
+    "index",
+    "name",
+    "path",
+    "prediction",
+    "text",
+)
 TOLERANCE = 1e-2  # of the sum of a row: wide enough for half precision and three digits
 MEMORY = "predictions"  # what those that were given as arrays are called
 Source = str | Path | Mapping[str, Any]
@@ -109,6 +124,8 @@ def _csv(path: Path, logits: bool) -> dict[str, Any]:
             table = [row for row in rows if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as CSV ({error})") from None
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise InputError(f"{path}: has several columns '{twice[0]}'; expected each heading once")
     label = next((place for place, name in enumerate(header) if name.lower() in LABEL), None)
     if label is None:
         raise InputError(
@@ -147,6 +164,11 @@ def _columns(path: Path, header: Sequence[str], label: int, logits: bool) -> tup
         if headed:
             return form, headed
     columns = {name: place for place, name in enumerate(header) if place != label}
+    if strange := [name for name in columns if name.lower() in OTHERS or name.lower().startswith("unnamed:")]:
+        raise InputError(
+            f"{path}: column '{strange[0]}' is no class's; expected '{header[label]}' and a column a class, or columns "
+            "of classes called p(NAME) or logit(NAME), beside which others are left out"
+        )
     if len(columns) < 2:
         raise InputError(f"{path}: expected a column of probabilities for each class beside '{header[label]}'")
     return "logits" if logits else "probabilities", columns

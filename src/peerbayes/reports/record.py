@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from peerbayes.errors import InputError
 
 Record = dict[str, Any]
 Alpha = float | Mapping[str, Any]
@@ -18,6 +21,19 @@ def alpha_title(alpha: Alpha) -> str:
         return f"{'→'.join(f'{v:g}' for v in alpha['values'])} at epoch {', '.join(f'{v:g}' for v in alpha['at'])}"
     epochs = f"{alpha['epochs']:g} epoch{'s' * (alpha['epochs'] != 1)}"
     return f"{alpha['schedule']} {alpha['start']:g}→{alpha['end']:g} in {epochs}"
+
+
+def check_page(path: str | Path, option: str = "--out") -> Path:
+    """Return where a page is to be written; refuse what may be another file, before any work is done.
+
+    Args:
+        path: where to.
+        option: what the path was given as, for the message.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise InputError(f"{option}: '{path}' is no name of a page; expected a file that ends in .html")
+    return path
 
 
 def written(record: Record) -> Record:

@@ -104,7 +104,13 @@ def execute(
         errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
             others have ended.
     """
-    reporter = how.voice(reporter)
+    with how.speaking(reporter) as voice:
+        return _executed(plan, how, resume, voice, errors)
+
+
+def _executed(
+    plan: Plan, how: How, resume: bool, reporter: Reporter, errors: dict[int, TrainingError] | None
+) -> list[Run]:
     device, loaded = _device(plan, how), DataCache(how.root)
     _check_folders(plan, resume)
     _check_alike(plan, how, device)

@@ -24,6 +24,8 @@ FILES = [
     "metrics.jsonl",
     "vocabulary.json",
     "sharing.json",
+    "log.json",
+    "tensorboard",
     "recipe.toml",
     "checkpoint-",
     "weights-",

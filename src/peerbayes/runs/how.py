@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -16,6 +17,7 @@ from peerbayes.engine.devices import pick_device
 from peerbayes.engine.engines import STREAMS, TEACHERS, pick
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.errors import InputError, nearest
+from peerbayes.runs.loggers import loggers_named
 from peerbayes.training.reporters import Reporter, usual_reporter
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class How:
             CPU or with many processes. Where memory is too small for them, half as many.
         world: the processes that share each batch.
         synchronise: take batch-norm's and kernels' statistics over all processes.
+        log: loggers that get metrics by epoch, too: any of ``tensorboard``, ``mlflow``, ``wandb`` and ``trackio``.
     """
 
     device: str | torch.device = "auto"
@@ -48,6 +51,7 @@ class How:
     pack: int | None = None
     world: World = ALONE
     synchronise: bool = False
+    log: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, choice in {"engine": Engine, "precision": Precision, "placement": Placement}.items():
@@ -57,16 +61,29 @@ class How:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise InputError(f"{name} is {number!r}, expected a whole number above 0")
+        loggers_named(self.log)
 
     def place(self) -> torch.device:
         """Return the device."""
         return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
 
-    def voice(self, reporter: Reporter | None) -> Reporter:
-        """Return who speaks for this process: nobody in all but the first, which says the same."""
+    @contextlib.contextmanager
+    def speaking(self, reporter: Reporter | None) -> Iterator[Reporter]:
+        """Yield who speaks for this process: nobody in all but the first, which says the same.
+
+        Loggers are closed at the end of the block, but for those of a reporter that has them already.
+        """
         if not self.world.is_first:
-            return _Mute()
-        return reporter or usual_reporter()
+            yield _Mute()
+            return
+        from peerbayes.runs.tracking import Trackers
+
+        names, reporter = loggers_named(self.log), reporter or usual_reporter()
+        if not names or isinstance(reporter, Trackers):
+            yield reporter
+            return
+        with Trackers(names, reporter) as trackers:
+            yield trackers
 
     def learner_options(self, device: torch.device) -> dict[str, Any]:
         """Return the options of a learner."""

@@ -12,7 +12,7 @@ from peerbayes.engine.devices import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, mean_of
 from peerbayes.inference.progress import Share, watched, watcher_now
-from peerbayes.posteriors.certificate import Certificate, how_to
+from peerbayes.posteriors.certificate import Certificate, check_level, how_to
 from peerbayes.runs.new_inputs import new_inputs
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def predict_batches(
         calibrated: whether logits are divided by the temperature.
         device: where to predict.
     """
+    check_level("coverage", coverage)
+    check_level("risk", risk)
     where = pick_device(device)
     peer = run.ships if peer is None else peer
     posteriors = {name: run[name].to(where) for name in (run if peer is None else [peer])}
@@ -75,7 +77,9 @@ def _promised(
     names = list(run) if peer is None else [peer]
     origin = str(run.named if names == run.predicting else run.weights_file(names[0]))
     if certificate is None:
-        raise InputError(f"{origin}: nothing is promised of its predictions; {how_to(origin, coverage, risk)}")
+        others = "" if run.named == run.folder else " --data OTHERS"  # adopting has chosen by the validation images
+        told = how_to(f"{origin}{others}", coverage, risk)
+        raise InputError(f"{origin}: nothing is promised of its predictions; {told}")
     if not calibrated:
         raise InputError(f"{origin}: promises are of its calibrated predictions; leave out --raw (calibrated=False)")
     if draws is not None and draws != certificate.draws:

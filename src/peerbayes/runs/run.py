@@ -48,6 +48,7 @@ from peerbayes.training.reporters import waiting
 
 NAMED = 5  # runs that a sentence lists
 ADOPTED = "adopted.json"  # what an adoption says of its runs
+CONFIG = "config.json"  # of an export
 WEIGHTS = "model.safetensors"  # of the only peer of an export
 TAUGHT_BY = "the teachers"  # what a run remembers them by
 
@@ -97,6 +98,12 @@ class _About(Table):
     threads: Annotated[list[int], Field(min_length=1)] = [1]
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     certificate: Certificate | None = None
+
+    @model_validator(mode="after")
+    def _every_class_has_a_name(self) -> _About:
+        if self.inputs is not None and self.class_names is not None and len(self.class_names) != self.inputs.classes:
+            raise ValueError(f"class_names: {len(self.class_names)} names of {self.inputs.classes} classes")
+        return self
 
 
 class _PeerLine(Table):
@@ -198,6 +205,12 @@ class Run(Mapping[str, Posterior]):
     def predicting(self) -> list[str]:
         """The peers that predict by default: all of them as one, or the one that an adoption ships."""
         return list(self) if self.ships is None else [self.ships]
+
+    @property
+    def exported(self) -> bool:
+        """Whether the folder is an export, whose program and card say what they said when it was made."""
+        path = self.folder / CONFIG
+        return path.is_file() and read_json(path).get("library_name") == "peerbayes"
 
     @property
     def temperature(self) -> float:

@@ -161,6 +161,7 @@ class Session:
             # The recipe comes last: a folder that has one has the rest.
             write_text(self.folder / "recipe.toml", job.recipe.to_toml())
             self.log.keep_until(step)
+            self.reporter.begin(self.folder, job.recipe, self.about)
             self.reporter.headline(_headline(job, self.loaded, f"{self.device.type}, {self.learner.engine.name}", step))
             for note in self.loaded.notes:
                 self.reporter.note(note)

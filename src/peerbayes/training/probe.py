@@ -120,7 +120,7 @@ class Probe:
         return (
             f"the scales of peer '{peer}' swamp its weights: the mean network is right on {right:.0%} of {len(labels)} "
             f"training images, but a draw agrees with it on {agrees:.0%}; begin with smaller scales, "
-            "such as posterior.width = 0.02"
+            "such as posterior.width = 0.02 (--width 0.02 of `adopt`)"
         )
 
     def _try_teachers(self, images: Tensor) -> Tensor | None:

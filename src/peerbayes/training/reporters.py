@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 
 from peerbayes.errors import PeerbayesWarning, printable
 from peerbayes.inference.progress import Watcher, watched
+from peerbayes.recipes.recipe import Recipe
 
 
 class Reporter:
@@ -40,11 +42,17 @@ class Reporter:
             noted.add(text)
             self.headline(text)
 
+    def begin(self, folder: Path, recipe: Recipe, about: Mapping[str, Any]) -> None:
+        """A run begins in its folder, or goes on; ``about`` is what run.json says of it."""
+
     def stage(self, number: int, count: int, epochs: int, done: int) -> None:
         """A stage begins, or goes on after ``done`` epochs."""
 
     def epoch(self, line: Mapping[str, Any]) -> None:
         """An epoch has ended; ``line`` is what went to metrics.jsonl."""
+
+    def result(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """A finished run has been evaluated; ``record`` is what went to evaluation.json."""
 
     def beside(self, label: str) -> Reporter:  # noqa: ARG002
         """Return a reporter for one of several runs that go side by side."""
