@@ -176,6 +176,10 @@ def test_python_predicts_with_what_is_shipped_as_the_command_does(one_of_two):
 
 def test_promises_of_an_adoption_are_asked_for_by_its_folder(place, one_of_two, capsys):
     folder, digit, _ = one_of_two
+    images, labels = place[2].test.batch(torch.arange(200), torch.device("cpu"))
+    arrays = {f"{split}_{what}": tensor.numpy() for split in ("train", "val", "test")
+              for what, tensor in (("images", images), ("labels", labels))}  # fmt: skip
+    np.savez(folder / "others.npz", **arrays)
     for run in (pb.load(folder), Adopted(folder, {"peers": Run(folder / "peers")}, one_of_two[2], {}).best):
         with pytest.raises(InputError) as caught:
             run.predict(digit, coverage=0.9)
