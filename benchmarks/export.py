@@ -1,6 +1,7 @@
 """Error, bytes and latency of exported programs, by model and by where draws come from, beside PyTorch's.
 
     python benchmarks/export.py [NAME ...] [--draws 10] [--rounds 7] [--out results/export.json]
+    python benchmarks/export.py --to torch [NAME ...] [--draws 10] [--out results/export.json]   # adds to the file
 
 Networks have their initial weights: no figure depends on what they have learnt. A round times ONNX Runtime and
 `Posterior.predict` one after the other, on as many threads as torch has; ratios are within rounds, and their median is
@@ -134,6 +135,25 @@ def measured(name: str, kind: str, noise: str, draws: int, rounds: int) -> dict[
     return record
 
 
+def measured_torch(name: str, kind: str, draws: int) -> dict[str, Any]:
+    """Return the error and size of one program of `torch.export`."""
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    posterior = posterior_of(kind, make())
+    options = {} if kind == "point" else {"noise": "seed", "draws": draws}
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        done = pb.export(posterior, to="torch", out=Path(folder, "made"), shape=inputs.shape, **options)
+        seconds = time.perf_counter() - begun
+        about = {
+            "model": name,
+            "posterior": kind,
+            "noise": options.get("noise", "none"),
+            "passes": done.about["passes"],
+        }
+        return about | {"error": done.error, "bytes": done.bytes, "export_seconds": round(seconds, 1)}
+
+
 def _timed(run: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     run()
@@ -143,13 +163,28 @@ def _timed(run: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}; all by default")
+    parser.add_argument("--to", choices=("onnx", "torch"), default="onnx")
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore", pb.PeerbayesWarning)  # fastText's embeddings are not Bayesian, which is known
     versions = {"onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__}
-    found: dict[str, Any] = {**environment(torch.device("cpu")), "draws": given.draws, "rounds": given.rounds}
+    if given.to == "torch":
+        rows = [
+            measured_torch(name, kind, given.draws)
+            for name in given.names or MODELS
+            for kind in ("point", "mean_field")
+        ]
+        print(json.dumps(rows, indent=1))
+        if given.out is not None:
+            before = json.loads(given.out.read_text()) if given.out.exists() else {}
+            about = {"command": f"python benchmarks/export.py --to torch --draws {given.draws}", "draws": given.draws}
+            about |= environment(torch.device("cpu"))
+            given.out.write_text(json.dumps(before | {"torch_export": about | {"exports": rows}}, indent=1) + "\n")
+        return
+    found: dict[str, Any] = {"command": f"python benchmarks/export.py --draws {given.draws} --rounds {given.rounds}"}
+    found |= {**environment(torch.device("cpu")), "draws": given.draws, "rounds": given.rounds}
     found["versions"] |= versions
     found["exports"] = []
     for name in given.names or MODELS:
