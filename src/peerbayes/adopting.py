@@ -400,8 +400,8 @@ def _adopted(
     if learnt:
         record["verdict"] = f"Ship plain, as it is: nothing can be chosen, since {learnt}"
     else:
-        place = record["folders"][record["ship"]["run"]]
-        record["verdict"] += f". Its run is {adoption.folder / place}. Widths by validation NLL: {told}."
+        shipped = adoption.folder / record["folders"][record["ship"]["run"]]
+        record["verdict"] += f". Its run is {shipped}. Widths by validation NLL: {told}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:

@@ -123,9 +123,8 @@ def test_a_finished_run_is_logged_late_and_not_twice(place, resumed):
     assert len(found["test/a/nll"]) == 1
     pb.evaluate(folder, device="cpu", root=place, draws=7, log="tensorboard")  # other figures
     values = [value for _, value in scalars(folder)["test/a/nll"]]
-    assert values[0] == pytest.approx(record["peers"][0]["nll"])
-    assert len(values) == 2
-    assert values[0] != values[1]
+    assert len(values) == 2  # in either order: of files of one second names decide
+    assert [value == pytest.approx(record["peers"][0]["nll"]) for value in values].count(True) == 1
 
 
 def test_hyperparameters_and_the_recipe_are_in_the_event_file(place, resumed):

@@ -12,7 +12,7 @@ import typer
 
 from peerbayes.choices import SetMethod
 from peerbayes.cli.completing import recipe_words, run_folders
-from peerbayes.cli.options import DataRoot, Device, Json, Trust
+from peerbayes.cli.options import DataRoot, Device, Draws, Json, Trust
 from peerbayes.cli.output import evaluate_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs
@@ -52,7 +52,7 @@ def evaluate(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders, or folders of runs over seeds.", autocompletion=run_folders)
     ],
-    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    draws: Draws = None,
     settle: Annotated[
         float | None, typer.Option(help="Stop drawing for an image once its class is settled at this error level.")
     ] = None,
@@ -186,7 +186,7 @@ def calibrate(
             help="A data set with a validation split that nothing was learnt of or chosen by.", show_default="the run's"
         ),
     ] = None,
-    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    draws: Draws = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
@@ -250,7 +250,7 @@ def predict(
         float | None,
         typer.Option(help="Also what to abstain from, so that at most this share of the answers is wrong."),
     ] = None,
-    draws: Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")] = None,
+    draws: Draws = None,
     form: Annotated[
         Literal["table", "csv", "jsonl"],
         typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes."),

@@ -27,6 +27,7 @@ Log = Annotated[
         autocompletion=loggers,
     ),
 ]
+Draws = Annotated[int | None, typer.Option(min=1, help="Draws averaged.", show_default="the recipe's")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
 DataRoot = Annotated[
     Path | None,

@@ -71,10 +71,10 @@ class TensorBoardLogger(Logger):
         super().__init__(folder, state)
         from torch.utils.tensorboard import SummaryWriter
 
-        place = folder / "tensorboard"
-        if not place.is_dir():
+        events = folder / "tensorboard"
+        if not events.is_dir():
             state.clear()
-        self.writer: Any = SummaryWriter(str(place))
+        self.writer: Any = SummaryWriter(str(events))
 
     def parameters(self, values: Mapping[str, Any], text: str) -> None:
         """Write the recipe as text, and hyperparameters for the tab of that name."""
