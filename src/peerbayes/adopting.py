@@ -27,9 +27,9 @@ from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.evaluating import evaluate, write_record
 from peerbayes.reports.examples import SHOWN
-from peerbayes.reports.out_of_distribution import MIXED
 from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
+from peerbayes.reports.scoring import MIXED
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.how import How, refuse_unknown

@@ -19,7 +19,7 @@ from peerbayes.exporting.checking import forked_noise, noise_of
 from peerbayes.inference.prediction import entropy_of
 from peerbayes.math.noise import Seed1
 from peerbayes.networks import Inputs, build
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 
 IMAGES = torch.rand(5, *SHAPE, generator=torch.Generator().manual_seed(1))
 

@@ -17,8 +17,7 @@ from torch import nn
 
 from commands import QUIET, called, refused
 from peerbayes.data import to_unit
-from peerbayes.engine.perturbing import Perturbation
-from peerbayes.engine.teachers import Teachers
+from peerbayes.engine.teachers import Perturbation, Teachers
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.papers.catalogue import write_figure

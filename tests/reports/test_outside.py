@@ -14,8 +14,8 @@ from peerbayes.errors import InputError
 from peerbayes.inference.prediction import predict_split
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.posteriors import Point
-from peerbayes.reports import out_of_distribution as outside
-from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted
+from peerbayes.reports import scoring as outside
+from peerbayes.reports.scoring import check_corrupted, judge_corrupted
 
 COUNT, SHAPE = 12, (3, 8, 8)
 

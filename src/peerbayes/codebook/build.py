@@ -24,7 +24,7 @@ from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components
 from peerbayes.math.noise import Address
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.layout import Layout
 from peerbayes.schema import NotNegativeInt, PositiveFloat

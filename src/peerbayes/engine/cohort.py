@@ -10,15 +10,14 @@ from torch import Tensor
 
 from peerbayes.data.loader import Feed
 from peerbayes.engine.gradient_shares import norm_and_value
-from peerbayes.engine.perturbing import Passes, Perturbation
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
 from peerbayes.engine.synchronised import gather_batch
-from peerbayes.engine.teachers import Teachers
+from peerbayes.engine.teachers import Passes, Perturbation, Teachers
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
-from peerbayes.networks.network_state import kept_buffers
+from peerbayes.networks.running import kept_buffers
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.recipes.recipe import Recipe

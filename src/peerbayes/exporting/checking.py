@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from peerbayes.inference.prediction import Prediction, entropy_of, mean_of
 from peerbayes.math.noise import Address, integers, keys_of, normal, normal_from, start_at, uniform
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Posterior
 
 TOLERANCE = 1e-4  # of probabilities, entropy and disagreement

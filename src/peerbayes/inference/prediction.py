@@ -26,7 +26,7 @@ from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.showing import aligned, html_table

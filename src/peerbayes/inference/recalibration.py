@@ -15,7 +15,7 @@ from peerbayes.data.transforms.augment import augment as augmented
 from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import FIXED, Address
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import Tensor
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
-from peerbayes.networks.network_state import evaluating
-from peerbayes.posteriors.base import Posterior
+from peerbayes.networks.running import evaluating
+
+if TYPE_CHECKING:
+    from peerbayes.posteriors.base import Posterior
 
 
 def directions(tensors: Mapping[str, Tensor], address: Address) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Describe the data for a network, and normalise images in front of it."""
+"""Describe the data for a network, normalise images in front of it, and give it initial weights."""
 
 from __future__ import annotations
 
@@ -125,3 +125,16 @@ class Normalized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.network(self.normalize(x))
         return logits
+
+
+def he_normal(network: nn.Module) -> None:
+    """Draw weights from N(0, 2 / fan) (He et al. 2015), and zero the biases.
+
+    Convolutions have fan-out, linear layers fan-in.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            convolution = isinstance(module, nn.Conv2d)
+            nn.init.kaiming_normal_(module.weight, mode="fan_out" if convolution else "fan_in", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

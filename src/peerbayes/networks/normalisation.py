@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from peerbayes.choices import Statistics
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.networks.inputs import Inputs, Normalize
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 
 Stats = tuple[tuple[float, ...], tuple[float, ...]]
 Choice = Literal["auto"] | Statistics | tuple[float | Sequence[float], float | Sequence[float]] | None

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.networks.initialisation import he_normal
-from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.inputs import Inputs, Normalize, he_normal
 from peerbayes.networks.registry import network
 
 

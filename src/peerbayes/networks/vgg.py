@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
-from peerbayes.networks.initialisation import he_normal
-from peerbayes.networks.inputs import Inputs, Normalize
+from peerbayes.networks.inputs import Inputs, Normalize, he_normal
 from peerbayes.networks.registry import network
 
 

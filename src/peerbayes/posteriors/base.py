@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from peerbayes.errors import InputError, reason, within
 from peerbayes.importing import in_run
 from peerbayes.math.noise import Address, format_of, seed_of
-from peerbayes.networks.features import capture
 from peerbayes.networks.normalisation import describe, normalization_of, restore
+from peerbayes.networks.running import capture
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.flat_network import FlatNetwork, Weights

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, integers, uniform
-from peerbayes.networks.features import capture
-from peerbayes.networks.network_state import evaluating, kept_buffers
+from peerbayes.networks.running import capture, evaluating, kept_buffers
 from peerbayes.posteriors.base import Posterior
 
 TRIED = 4  # rows of each member in a trial

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
-from peerbayes.networks.features import capture
 from peerbayes.networks.inputs import Inputs
 from peerbayes.networks.normalisation import Choice, carry_over, normalization_of, settle
+from peerbayes.networks.running import capture
 from peerbayes.posteriors.layout import Layout
 from peerbayes.posteriors.parameters import (
     Predicate,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
-from peerbayes.networks.features import find_layer
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating, find_layer
 from peerbayes.posteriors.base import Source
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear

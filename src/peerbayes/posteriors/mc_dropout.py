@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
-from peerbayes.networks.network_state import evaluating
+from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Source
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of

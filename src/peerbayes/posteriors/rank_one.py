@@ -14,7 +14,7 @@ from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
-from peerbayes.networks.features import capture
+from peerbayes.networks.running import capture
 from peerbayes.posteriors.base import Posterior, Reduction, Source
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
 from peerbayes.posteriors.flat_network import Weights

@@ -12,7 +12,7 @@ __all__ = ["Record", "differences", "evaluate", "predict_inputs", "sizes", "text
 _get, __dir__ = lazy(
     __name__,
     {
-        "Record": "reports.record",
+        "Record": "reports.scoring",
         "differences": "reports.tables",
         "evaluate": "reports.evaluating",
         "predict_inputs": "reports.predictions",

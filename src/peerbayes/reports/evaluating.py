@@ -20,12 +20,20 @@ from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.recipes.recipe import changes_of
-from peerbayes.reports.averaged import predict_averages
 from peerbayes.reports.certified import certified
 from peerbayes.reports.examples import examples as shown_inputs
-from peerbayes.reports.out_of_distribution import check_corrupted, judge_corrupted, judge_outside
 from peerbayes.reports.record import Record, written
-from peerbayes.reports.scoring import basic_figures, binned, recalibrated, scored, selective
+from peerbayes.reports.scoring import (
+    basic_figures,
+    binned,
+    check_corrupted,
+    judge_corrupted,
+    judge_outside,
+    predict_averages,
+    recalibrated,
+    scored,
+    selective,
+)
 from peerbayes.runs.loggers import loggers_named
 from peerbayes.runs.run import Run, runs_below
 from peerbayes.terms.mutual import lessons

@@ -18,8 +18,7 @@ from peerbayes.engine.teachers import run_plain
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, within
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
-from peerbayes.networks.features import find_layer
-from peerbayes.networks.network_state import kept_buffers
+from peerbayes.networks.running import find_layer, kept_buffers
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Shapes
 from peerbayes.terms.step import Batch, Output

@@ -15,8 +15,7 @@ from torch import Tensor
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.devices import pick_device
-from peerbayes.engine.perturbing import PICKS, Perturbation
-from peerbayes.engine.teachers import Teachers, all_logits
+from peerbayes.engine.teachers import PICKS, Perturbation, Teachers, all_logits
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.disagreement import pairwise_diversity

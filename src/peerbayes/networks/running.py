@@ -1,7 +1,8 @@
-"""Capture intermediate features of any network by the names of its submodules."""
+"""Run a network and leave it as it was: modes and buffers restored, features captured by names of submodules."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,3 +78,26 @@ def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Ten
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode inside the block, and each module back into its own mode after it."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def kept_buffers(network: nn.Module) -> Iterator[None]:
+    """Restore the network's buffers (batch-norm statistics) after the block."""
+    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.copy_(before)
