@@ -35,7 +35,7 @@ from peerbayes import metrics
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import ArraySplit
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.math.noise import Address
 from peerbayes.runs.run import Run

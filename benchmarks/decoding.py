@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from peerbayes.data import FolderSplit, splits
 from peerbayes.data.transforms.augment import box, box_numbers
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.math.noise import Address
 
 SIZE, CPU = 224, torch.device("cpu")

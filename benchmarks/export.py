@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import peerbayes as pb
 from peerbayes.codebook import Sharing, share
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.exporting.checking import inputs_like
 from peerbayes.networks import Inputs, build
 

@@ -47,7 +47,7 @@ from peerbayes.codebook import coder as index_codec
 from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.file import COLUMNS, SHARES, _by_layer, _padded
 from peerbayes.codebook.shared import Shared
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.posteriors import Posterior, storage
 
 MEMORY = 256 << 20  # bytes of address space that loads may add to what a worker begins with

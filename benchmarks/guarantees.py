@@ -23,7 +23,7 @@ import torch
 
 from peerbayes import load
 from peerbayes.api.fitting import train
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.errors import InputError
 from peerbayes.inference.guarantees import FITTED, Promises
 from peerbayes.inference.prediction import mean_of

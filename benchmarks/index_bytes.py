@@ -18,7 +18,7 @@ from peerbayes import load, networks
 from peerbayes.codebook.build import Sharing, share, shared_weights
 from peerbayes.codebook.coder import arrange, encode
 from peerbayes.data import to_unit
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.posteriors import MeanField
 from peerbayes.recipes.recipe_data import load_data, network_inputs
 

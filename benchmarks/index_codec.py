@@ -43,7 +43,7 @@ from peerbayes.codebook import coder as index_codec
 from peerbayes.codebook.coder import Ints, arrange, decode, encode
 from peerbayes.codebook.file import index_of
 from peerbayes.codebook.shared import Shared
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.errors import InputError
 from peerbayes.posteriors.storage import write_bytes
 from peerbayes.runs.run import load

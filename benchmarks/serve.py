@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 
 import peerbayes as pb
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.reports.evaluating import write_record
 
 CONNECTIONS = (1, 8, 32)

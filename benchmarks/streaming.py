@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from peerbayes.api.fitting import train
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.reports.evaluating import write_record
 

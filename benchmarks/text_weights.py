@@ -18,7 +18,7 @@ import torch
 import peerbayes as pb
 from peerbayes import metrics
 from peerbayes.data.splits import Split
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.inference.prediction import mean_of
 from peerbayes.runs.run import Run
 

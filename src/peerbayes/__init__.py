@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from peerbayes.inference.prediction import Prediction
     from peerbayes.math.noise import Address
     from peerbayes.networks.registry import network
-    from peerbayes.posteriors.base import Posterior
+    from peerbayes.posteriors.base import Point, Posterior
     from peerbayes.posteriors.flat_network import Weights
     from peerbayes.posteriors.laplace import Laplace
     from peerbayes.posteriors.mc_dropout import MCDropout
     from peerbayes.posteriors.mean_field import MeanField
-    from peerbayes.posteriors.point import Point
     from peerbayes.posteriors.rank_one import RankOne
     from peerbayes.posteriors.swag import Swag
     from peerbayes.recipes.recipe import Recipe, load_recipe
@@ -63,7 +62,7 @@ _HOMES = {
     "MCDropout": "posteriors.mc_dropout",
     "MeanField": "posteriors.mean_field",
     "PeerbayesWarning": "errors",
-    "Point": "posteriors.point",
+    "Point": "posteriors.base",
     "Posterior": "posteriors.base",
     "Prediction": "inference.prediction",
     "RankOne": "posteriors.rank_one",

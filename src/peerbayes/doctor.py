@@ -148,7 +148,7 @@ def _devices() -> list[Record]:
         import torch
     except Exception:  # said among the packages
         return [{"name": "cpu", "about": f"{cores} cores"}]
-    from peerbayes.engine.devices import threads
+    from peerbayes.engine.processes import threads
 
     rows: list[Record] = [{"name": "cpu", "about": f"{threads(torch.get_num_threads())} on {cores} cores"}]
     for number in range(torch.cuda.device_count()):

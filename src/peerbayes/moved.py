@@ -14,9 +14,8 @@ _ROOMS = {
         "errors": "PeerbayesWarning TrainingError",
         "api.compressing": "compress compression",
         "api.distilling": "distill recipe_into save_networks",
-        "engine.processes": "joined restarted",
+        "engine.processes": "environment joined restarted",
         "runs.executor": "check_jobs dry_run execute train_jobs",
-        "engine.devices": "environment",
         "runs.how": "How",
         "recipes.recipe_data": "load_data",
         "training.learner": "Learner",
@@ -42,9 +41,9 @@ _ROOMS = {
     "evaluation": {
         "metrics.calibration": "ClassConfidence Reliability adaptive_ece confidence_by_class "
         "confidence_overall ece fit_temperature reliability temper",
-        "metrics.disagreement": "disagreement_rate pairwise_diversity probability_variance",
         "metrics.flatness": "barrier directions loss_along loss_between sharpness",
-        "metrics.scores": "accuracy brier nll nll_from_log soft_cross_entropy soft_cross_entropy_from_log",
+        "metrics.scores": "accuracy brier disagreement_rate nll nll_from_log pairwise_diversity probability_variance "
+        "soft_cross_entropy soft_cross_entropy_from_log",
         "metrics.ood": "aupr auroc fpr_at_tpr",
         "metrics.selective": "aurc retention_curve",
         "metrics.spread": "PairedDifference Summary paired_difference summarise",

@@ -9,7 +9,7 @@ from eval_oracles import predictions
 from torch.distributions import Categorical, kl_divergence
 
 from peerbayes.errors import InputError
-from peerbayes.metrics.disagreement import disagreement_rate, pairwise_diversity
+from peerbayes.metrics.scores import disagreement_rate, pairwise_diversity
 
 
 def peers(count):

@@ -22,7 +22,7 @@ from peerbayes.papers.catalogue import write_figure
 from peerbayes.papers.renyi import alphas, curves
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.reports import knowledge_graph as graph
+from peerbayes.reports import figures as graph
 from peerbayes.reports.page import report_page
 from peerbayes.reports.record import alpha_title
 from peerbayes.runs.run import Run

@@ -19,7 +19,7 @@ from peerbayes.codebook.shared import Shared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point, Posterior, RankOne
-from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.flat_network import Layout
 
 HERE = Address(seed=3, owner="peer-1", stream="draw", number=0)
 KINDS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerbayes.errors import InputError
-from peerbayes.recipes.matrix import expand
+from peerbayes.recipes.packaged import expand
 from peerbayes.recipes.recipe import load_recipe, packaged
 
 DIGESTS = json.loads((Path(__file__).parent / "digests.json").read_text(encoding="utf-8"))

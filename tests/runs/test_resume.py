@@ -22,8 +22,8 @@ from peerbayes.api.fitting import train
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
-from peerbayes.runs import checkpoints, session
-from peerbayes.runs.folder import MetricsLog, lock
+from peerbayes.runs import session
+from peerbayes.runs.folder import MetricsLog, lock, newest_checkpoint
 from peerbayes.training.learner import Learner
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
@@ -402,7 +402,7 @@ def test_another_seed_or_recipe_is_refused(place, copied):
 
 
 def test_a_learner_refuses_a_checkpoint_of_another_seed(place, copied):
-    tensors, about, _ = checkpoints.read_newest(copied)
+    tensors, about, _ = newest_checkpoint(copied)
     learner = object.__new__(Learner)
     learner.seed = 5
     with pytest.raises(InputError, match="the checkpoint is of seed 0, not 5"):

@@ -9,7 +9,7 @@ import torch
 
 from commands import QUIET, called, change, refused, write_small
 from peerbayes.api.fitting import train
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.errors import InputError, UnknownPeer
 from peerbayes.posteriors import Point
 from peerbayes.recipes.recipe import load_recipe

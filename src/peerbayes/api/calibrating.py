@@ -14,7 +14,7 @@ import torch
 
 from peerbayes.data.dataset import Dataset, load
 from peerbayes.data.splits import Split
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.guarantees import Promises
 from peerbayes.math.conformal import Method

@@ -16,9 +16,8 @@ from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.build import Sharing, share, shared_weights
 from peerbayes.codebook.shared import SAMPLINGS, Shared
 from peerbayes.math.noise import Address, normal
-from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.mean_field import MeanField
-from peerbayes.posteriors.point import Point
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 

@@ -24,7 +24,7 @@ from peerbayes.bench.timing import Bench, Measured, sentence
 from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, THEIRS, Workload
 from peerbayes.choices import EngineName
 from peerbayes.codebook.shared import SAMPLINGS
-from peerbayes.engine.devices import environment, pick_device
+from peerbayes.engine.processes import environment, pick_device
 from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe_data import network_inputs

@@ -26,7 +26,7 @@ from peerbayes.math.gaussians import Components
 from peerbayes.math.noise import Address
 from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.flat_network import Layout
 from peerbayes.schema import NotNegativeInt, PositiveFloat
 
 # Where no number is given: a component for so many inliers, so many components at least and at most, and so many

@@ -17,9 +17,8 @@ from torch import Tensor
 from peerbayes.codebook.grids import fits_half
 from peerbayes.codebook.shared import Shared
 from peerbayes.math.scales import inverse_softplus
-from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.mean_field import MeanField
-from peerbayes.posteriors.point import Point
 
 Numbers = dict[str, tuple[Tensor, int]]  # by name in a state: the rounded tensor, and its bytes
 

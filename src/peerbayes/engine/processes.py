@@ -1,4 +1,4 @@
-"""Many processes that train one cohort: what they tell each other, over gloo on CPUs and NCCL on GPUs.
+"""Where a run is trained: the device, and processes that train one cohort over gloo on CPUs and NCCL on GPUs.
 
 Every process sees its own share of each batch, with equal shares, and gradients are averaged. A loss that is a mean
 over the batch then has the gradient of one process at the global batch; so have statistics of the whole batch
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import peerbayes
 from peerbayes.errors import InputError, TrainingError, nearest, reason
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """Return a torch device; ``auto`` takes a GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        hint = "; did you mean 'cuda'?" if str(device).startswith("gpu") else ""
+        raise InputError(f"device '{device}' can't be used: expected cpu, cuda, cuda:1, ... or auto{hint}") from None
+    try:
+        torch.ones(2, device=chosen).sum().item()  # some devices have no memory, or can't compute
+    except Exception as error:  # backends that are not installed raise many kinds
+        raise InputError(f"device '{device}' can't be used: {reason(error)}") from None
+    return chosen
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return hardware and versions, for records."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()} CPU, {threads(torch.get_num_threads())}"
+    versions = {"peerbayes": peerbayes.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"hardware": hardware, "versions": versions}
+
+
+def threads(count: int) -> str:
+    """Return a number of threads in words."""
+    return f"{count} thread{'s' * (count > 1)}"
+
 
 # The first process may write and evaluate for a while before the others hear of it again.
 TIMEOUT = timedelta(minutes=30)

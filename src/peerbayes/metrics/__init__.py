@@ -11,10 +11,19 @@ from peerbayes.metrics.calibration import (
     reliability,
     temper,
 )
-from peerbayes.metrics.disagreement import disagreement_rate, pairwise_diversity, probability_variance
 from peerbayes.metrics.flatness import barrier, directions, loss_along, loss_between, sharpness
 from peerbayes.metrics.ood import aupr, auroc, fpr_at_tpr
-from peerbayes.metrics.scores import accuracy, brier, nll, nll_from_log, soft_cross_entropy, soft_cross_entropy_from_log
+from peerbayes.metrics.scores import (
+    accuracy,
+    brier,
+    disagreement_rate,
+    nll,
+    nll_from_log,
+    pairwise_diversity,
+    probability_variance,
+    soft_cross_entropy,
+    soft_cross_entropy_from_log,
+)
 from peerbayes.metrics.selective import aurc, retention_curve
 from peerbayes.metrics.spread import PairedDifference, Summary, paired_difference, summarise
 

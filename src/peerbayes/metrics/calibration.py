@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import (
+from peerbayes.metrics.scores import (
     check_bins,
     check_labels,
     check_log_probabilities,

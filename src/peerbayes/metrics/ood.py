@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import check_vector
+from peerbayes.metrics.scores import check_vector
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:

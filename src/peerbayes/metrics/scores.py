@@ -1,4 +1,4 @@
-"""Compute accuracy and proper scores of predictive probabilities, in natural logarithms, averaged over images.
+"""Compute accuracy, proper scores and disagreement of predictive probabilities, in natural logarithms.
 
 A float32 probability underflows to 0 where its logarithm is an ordinary −200. The scores that take a
 logarithm therefore come twice: ``nll(probabilities, ...)`` and ``nll_from_log(log_probabilities, ...)``.
@@ -12,7 +12,132 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import check_labels, check_log_probabilities, check_probabilities
+
+# Wide enough for probabilities that were computed in bfloat16, narrow enough to notice logits.
+_SUM_TOLERANCE = 1e-2
+
+
+def check_probabilities(probabilities: Tensor, name: str = "probabilities") -> Tensor:
+    """Return ``(N, C)`` probabilities in float64.
+
+    Args:
+        probabilities: ``(N, C)``, rows that sum to 1.
+        name: the argument's name, for the error.
+
+    Raises:
+        InputError: a row has NaN, a negative value or another sum.
+    """
+    _check_shape(probabilities, 2, name)
+    values = probabilities.detach().double()
+    total = values.sum(-1)
+    wrong = ~((total - 1).abs() <= _SUM_TOLERANCE) | (values < 0).any(-1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise InputError(
+            f"{name}: row {row} holds NaN, a negative value or a sum of {float(total[row]):.4g}; "
+            "expected probabilities that sum to 1"
+        )
+    return values
+
+
+def check_log_probabilities(log_probabilities: Tensor, dimensions: int = 2, *, normalised: bool = True) -> Tensor:
+    """Return ``(..., N, C)`` log-probabilities in float64; −inf stands for probability 0.
+
+    Args:
+        log_probabilities: ``(N, C)`` or ``(M, N, C)``.
+        dimensions: 2 or 3.
+        normalised: whether rows must sum to 1; False lets logits pass.
+
+    Raises:
+        InputError: a row has NaN, +inf or nothing but −inf, or is not normalised.
+    """
+    _check_shape(log_probabilities, dimensions, "log_probabilities")
+    values = log_probabilities.detach().double()
+    total = values.logsumexp(-1)
+    if not bool(total.isfinite().all()):
+        raise InputError("log_probabilities: expected numbers without NaN or +inf and one above −inf in each row")
+    worst = float(total.abs().max())
+    if normalised and worst > _SUM_TOLERANCE:
+        raise InputError(
+            f"log_probabilities: a row has log Σ exp = {worst:.4g} in magnitude; "
+            "expected 0 (take log_softmax of logits)"
+        )
+    return values
+
+
+def check_labels(labels: Tensor, scores: Tensor) -> Tensor:
+    """Return ``(N,)`` labels as int64, on the device of the scores.
+
+    Args:
+        labels: ``(N,)``, integers.
+        scores: ``(N, C)``, which the labels belong to.
+
+    Raises:
+        InputError: they are not N integers from 0 to C − 1.
+    """
+    count, classes = scores.shape
+    if labels.shape != (count,) or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise InputError(
+            f"labels: got {labels.dtype} of shape {tuple(labels.shape)}; expected integers of shape ({count},)"
+        )
+    labels = labels.to(scores.device, torch.int64)
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise InputError(f"labels: got {low if low < 0 else high}; expected values from 0 to {classes - 1}")
+    return labels
+
+
+def check_vector(values: Tensor, name: str) -> Tensor:
+    """Return ``(N,)`` numbers in float64.
+
+    Args:
+        values: ``(N,)``.
+        name: the argument's name, for the error.
+
+    Raises:
+        InputError: it is no vector, is empty, or has NaN.
+    """
+    if values.ndim != 1 or values.numel() == 0:
+        raise InputError(f"{name}: got shape {tuple(values.shape)}; expected a vector with at least one number")
+    values = values.detach().double()
+    if bool(values.isnan().any()):
+        raise InputError(f"{name}: holds NaN; expected numbers")
+    return values
+
+
+def check_bins(bins: int) -> int:
+    """Return the number of bins, which must be positive."""
+    if bins < 1:
+        raise InputError(f"bins: got {bins}; expected 1 or more")
+    return bins
+
+
+def sorted_with_shared_ties(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort ``values`` by ascending ``keys``; equal keys share the mean of their values.
+
+    Sums over a prefix are then their expectation under random tie-breaking, whatever the order of the input.
+
+    Args:
+        keys: ``(N,)``.
+        values: ``(N,)``.
+
+    Returns:
+        The sorted keys and their values, ``(N,)`` each.
+    """
+    keys, order = keys.sort(stable=True)
+    starts = torch.ones_like(keys, dtype=torch.bool)
+    starts[1:] = keys[1:] != keys[:-1]
+    group = starts.cumsum(0) - 1
+    mean = torch.bincount(group, weights=values[order]) / torch.bincount(group)
+    return keys, mean[group]
+
+
+def _check_shape(values: Tensor, dimensions: int, name: str) -> None:
+    letters = "(N, C)" if dimensions == 2 else "(M, N, C)"
+    if values.ndim != dimensions or values.numel() == 0 or not values.is_floating_point():
+        raise InputError(
+            f"{name}: got {values.dtype} of shape {tuple(values.shape)}; expected floats of shape {letters}, not empty"
+        )
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
@@ -128,3 +253,72 @@ def _soft_cross_entropy(log_p: Tensor, soft_labels: Tensor) -> float:
     h = check_probabilities(soft_labels, "soft_labels").to(log_p.device)
     # 0 · log 0 is 0 here, where the product would be NaN.
     return -float(torch.where(h == 0, 0.0, h * log_p).sum(-1).mean())
+
+
+def pairwise_diversity(log_probabilities: Tensor) -> float:
+    """Return the mean over ordered pairs i ≠ j and over images of ``KL(p_i ‖ p_j)``, in nats.
+
+    Computed as ``1 / (M − 1) Σ_i Σ_c p_ic (log p_ic − 1/M Σ_j log p_jc)``, the same without a loop over
+    pairs. Infinite where a class has probability 0 for one peer and not for another.
+
+    Args:
+        log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import pairwise_diversity
+        >>> peers = torch.tensor([[[0.8, 0.2]], [[0.5, 0.5]]])
+        >>> round(pairwise_diversity(peers.log()), 4)
+        0.2079
+    """
+    log_p = _check_peers(log_probabilities)
+    p = log_p.exp()
+    lead = log_p - log_p.mean(0)
+    # Probability 0 adds nothing, although its log difference may be infinite or undefined.
+    total = torch.where(p == 0, 0.0, p * lead).sum((0, 2))
+    return float(total.mean()) / (len(log_p) - 1)
+
+
+def disagreement_rate(log_probabilities: Tensor) -> float:
+    """Return the share of images where the argmax of two peers differs, averaged over pairs.
+
+    Args:
+        log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import disagreement_rate
+        >>> peers = torch.tensor([[[0.8, 0.2], [0.6, 0.4]], [[0.7, 0.3], [0.1, 0.9]]])
+        >>> disagreement_rate(peers.log())
+        0.5
+    """
+    log_p = _check_peers(log_probabilities)
+    peers, _, classes = log_p.shape
+    votes = torch.nn.functional.one_hot(log_p.argmax(-1), classes).sum(0)
+    agreeing = (votes * (votes - 1)).sum(-1).double() / (peers * (peers - 1))
+    return 1 - float(agreeing.mean())
+
+
+def probability_variance(log_probabilities: Tensor) -> float:
+    """Return the mean over images of ``Σ_c Var_i[p_ic]``, the variance over peers i with divisor M − 1.
+
+    0 where all peers agree; 1 for two that are sure of different classes.
+
+    Args:
+        log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
+
+    Example:
+        >>> import torch
+        >>> from peerbayes.metrics import probability_variance
+        >>> peers = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> probability_variance(peers.log())
+        1.0
+    """
+    return float(_check_peers(log_probabilities).exp().var(0).sum(-1).mean())
+
+
+def _check_peers(log_probabilities: Tensor) -> Tensor:
+    log_p = check_log_probabilities(log_probabilities, 3)
+    if len(log_p) < 2:
+        raise InputError("log_probabilities: holds 1 peer; expected at least 2 in the first dimension")
+    return log_p

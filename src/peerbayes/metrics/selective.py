@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.errors import InputError
-from peerbayes.metrics._checks import check_vector, sorted_with_shared_ties
+from peerbayes.metrics.scores import check_vector, sorted_with_shared_ties
 
 
 def retention_curve(

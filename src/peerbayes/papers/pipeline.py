@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from peerbayes.data.transforms.scaling import to_unit
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, within
 from peerbayes.metrics.spread import Summary, summarise
 from peerbayes.posteriors.base import Posterior

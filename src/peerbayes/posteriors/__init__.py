@@ -3,14 +3,13 @@
 from typing import Any
 
 from peerbayes.lazy import lazy
-from peerbayes.posteriors.base import Posterior
+from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.laplace import Laplace
 from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.point import Point
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.posteriors.swag import Swag

@@ -11,7 +11,7 @@ from torch import Tensor
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal, uniform
 from peerbayes.math.scales import LEAST, inverse_softplus
-from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.flat_network import Layout
 
 WIDTH = 0.02  # in parts of a layer's weights, where nothing else is asked for: draws predict as the network does
 BIAS = 1e-3  # the scale of biases where weights go by their fans

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 KINDS = ("point", "mean_field", "rank_one", "swag", "laplace", "mc_dropout")
 # where the kinds of posteriors are that are imported when they are first asked for
-_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS} | {"shared": "peerbayes.codebook.shared"}
+_MODULES = {kind: f"peerbayes.posteriors.{kind}" for kind in KINDS}
+_MODULES |= {"point": "peerbayes.posteriors.base", "shared": "peerbayes.codebook.shared"}
 _MEAN_FIELD = ("bayesian", "gaussian", "variational")  # what a mean-field posterior is called elsewhere
 GIVEN = ("network", "bayesian", "start_from", "seed", "name")  # what a run gives a posterior
 

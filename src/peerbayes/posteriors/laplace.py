@@ -13,10 +13,9 @@ from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
 from peerbayes.networks.running import evaluating, find_layer
-from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.base import Point, Source
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.point import Point
 from peerbayes.schema import PositiveFloat
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from peerbayes.math.noise import Address, normal, uniform
 from peerbayes.networks.running import capture
 from peerbayes.posteriors.base import Posterior, Reduction, Source
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of
-from peerbayes.posteriors.flat_network import Weights
-from peerbayes.posteriors.layout import Layout
+from peerbayes.posteriors.flat_network import Layout, Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
 from peerbayes.schema import NotNegativeFloat, NotNegativeInt, PositiveFloat
 

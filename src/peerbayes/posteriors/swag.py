@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
-from peerbayes.posteriors.base import Source
+from peerbayes.posteriors.base import Point, Source
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.point import Point
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split

@@ -1,8 +1,33 @@
-"""Recipes that come with the library, by name. Importing this loads nothing heavy: shells complete names by it."""
+"""Recipes that come with the library, by name. Importing this loads nothing heavy: shells complete names by it.
+
+Those of a paper are in a matrix, one TOML file of bases, axes, and rows that combine them:
+
+    prefix = "renyi/"
+
+    [base.images]                 # a table as of a recipe
+    ...
+    [axes.data.cifar10]           # a value of an axis: words for templates, and lines that change the base
+    title = "CIFAR-10"
+    [axes.method.alpha2]
+    title = "Rényi mutual learning (order 2)"
+    set = ["stages.*.terms.mutual.alpha=2.0"]
+
+    [[rows]]
+    name = "{data}-{network}-{method}"
+    base = "images"               # or extends = the name of another recipe
+    over = { data = ["cifar10"], network = ["resnet34"], method = ["dml", "alpha2"] }
+    title = "{method.title} of two {network.title}s on {data.title}"
+    set = ["data.name={data}"]
+
+``{axis}`` is the name of a value, and ``{axis.word}`` one of its words; values of an axis that is not declared have
+none. ``over`` may be a list of such tables. The lines of the values, axis by axis, come before those of the row. A row
+without a base amends an earlier one of its name.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +37,6 @@ from types import MappingProxyType
 from typing import Any
 
 from peerbayes.errors import InputError
-from peerbayes.recipes.matrix import expand
 
 DEPTH = 64  # parts of a key in a recipe's file
 _DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEPTH}}}""")
@@ -56,3 +80,43 @@ def parsed(path: Path, origin: str) -> dict[str, Any]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{origin}: not valid TOML ({error})") from None
+
+
+def expand(file: Mapping[str, Any], origin: str) -> dict[str, dict[str, Any]]:
+    """Return the recipes of a matrix file by name; each as in a file of its own, its ``base`` filled in.
+
+    Args:
+        file: the parsed file.
+        origin: its name, for messages.
+    """
+    recipes: dict[str, dict[str, Any]] = {}
+    axes, bases = file.get("axes", {}), file.get("base", {})
+    for row in file["rows"]:
+        over = row.get("over", {})
+        tables: list[dict[str, list[str]]] = over if isinstance(over, list) else [over]
+        for names in (dict(zip(t, values)) for t in tables for values in itertools.product(*t.values())):
+            words = {a: (axes[a][value] if a in axes else {}) | {"": value} for a, value in names.items()}
+            recipe = {key: _filled(text, words, origin) for key, text in row.items() if isinstance(text, str)}
+            name, lines = file.get("prefix", "") + recipe.pop("name"), row.get("set", [])
+            if "base" in recipe or "extends" in recipe:
+                lines = [*(line for value in words.values() for line in value.get("set", [])), *lines]
+            if "base" in recipe:
+                recipe["base"] = bases[recipe["base"]]
+            before = recipes.get(name, {"set": []})
+            recipes[name] = (
+                before | recipe | {"set": [*before["set"], *(_filled(line, words, origin) for line in lines)]}
+            )
+    return recipes
+
+
+def _filled(text: str, words: Mapping[str, Mapping[str, Any]], origin: str) -> str:
+    def word(match: re.Match[str]) -> str:
+        axis, _, key = match.group(1).partition(".")
+        try:
+            return _filled(str(words[axis][key]), words, origin)
+        except KeyError:
+            raise InputError(
+                f"{origin}: '{text}' names {match.group(0)}, which is no word of the row's values"
+            ) from None
+
+    return re.sub(r"\{(\w+(?:\.\w+)?)\}", word, text)

@@ -13,7 +13,7 @@ from torch import Tensor
 from peerbayes import metrics
 from peerbayes.data.dataset import Dataset, load, load_judged, load_outside
 from peerbayes.data.splits import Split
-from peerbayes.engine.devices import environment, pick_device
+from peerbayes.engine.processes import environment, pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.posteriors import storage

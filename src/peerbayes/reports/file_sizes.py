@@ -12,7 +12,7 @@ import torch
 
 from peerbayes.codebook.rounding import Form, forms
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.importing import trusting
 from peerbayes.posteriors import storage

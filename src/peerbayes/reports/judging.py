@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.errors import InputError
 from peerbayes.recipes.settings import Evaluation
 from peerbayes.reports.prediction_files import Predictions, Source, read_predictions

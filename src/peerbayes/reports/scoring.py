@@ -20,8 +20,7 @@ from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.inference.recalibration import recalibrate
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH, Reliability
-from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.point import Point
+from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.reports.record import Record
 
 

@@ -13,10 +13,9 @@ from peerbayes import networks
 from peerbayes.data.dataset import Dataset, load_outside
 from peerbayes.data.splits import digest
 from peerbayes.data.vocabulary import Vocabulary
-from peerbayes.engine.devices import environment
+from peerbayes.engine.processes import environment
 from peerbayes.errors import InputError, OutOfMemory, TrainingError
-from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.point import Point
+from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peers, build_teachers

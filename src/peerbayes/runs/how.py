@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from peerbayes.choices import Engine, Placement, Precision
-from peerbayes.engine.devices import pick_device
 from peerbayes.engine.engines import STREAMS, TEACHERS, pick
-from peerbayes.engine.processes import ALONE, World
+from peerbayes.engine.processes import ALONE, World, pick_device
 from peerbayes.errors import InputError, nearest
 from peerbayes.runs.loggers import loggers_named
 from peerbayes.training.reporters import Reporter, usual_reporter

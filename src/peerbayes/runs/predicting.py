@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, mean_of
 from peerbayes.inference.progress import Share, watched, watcher_now

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.devices import environment, threads
-from peerbayes.engine.processes import World
+from peerbayes.engine.processes import World, environment, threads
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.math.noise import format_of
@@ -20,8 +19,16 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
-from peerbayes.runs import checkpoints
-from peerbayes.runs.folder import OTHERS, MetricsLog, is_of_a_run, lock, origins_of, refuse_other_origins
+from peerbayes.runs.folder import (
+    OTHERS,
+    MetricsLog,
+    is_of_a_run,
+    lock,
+    newest_checkpoint,
+    origins_of,
+    refuse_other_origins,
+    write_checkpoint,
+)
 from peerbayes.runs.how import How
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
 from peerbayes.runs.temperatures import fit_temperatures, keep_temperature
@@ -72,7 +79,7 @@ class Session:
         self.found = stamp(self.folder) if resume else None
         self.threads = [torch.get_num_threads()]
         before = Run(self.folder) if resume and (self.folder / "recipe.toml").is_file() else None
-        newest = None if before is None else checkpoints.read_newest(self.folder)
+        newest = None if before is None else newest_checkpoint(self.folder)
         if before is not None:
             begun = [name for name, posterior in peers.items() if posterior.provenance.state == "training"]
             if newest is None and begun:
@@ -117,7 +124,7 @@ class Session:
 
     def _save(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         if self.world.is_first:
-            checkpoints.write(self.folder, about["position"]["step"], tensors, about)
+            write_checkpoint(self.folder, about["position"]["step"], tensors, about)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

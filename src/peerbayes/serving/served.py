@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import peerbayes
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, joint_layers
 from peerbayes.posteriors.certificate import Certificate

@@ -22,7 +22,7 @@ import torch
 
 from peerbayes import metrics
 from peerbayes.choices import Engine, Objective, Precision, Sampler
-from peerbayes.engine.devices import environment, pick_device
+from peerbayes.engine.processes import environment, pick_device
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.transforms.scaling import to_unit
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.engine.teachers import PICKS, Perturbation, Teachers, all_logits
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
-from peerbayes.metrics.disagreement import pairwise_diversity
 from peerbayes.metrics.flatness import barrier, loss_between
+from peerbayes.metrics.scores import pairwise_diversity
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import Kind, Perturb
 from peerbayes.reports.figures import COLOURS, name_epochs, panels, scale_by_logarithm

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import renyi
 from peerbayes.math.noise import Address, permutation

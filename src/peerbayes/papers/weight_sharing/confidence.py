@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peerbayes.data.dataset import load_outside
 from peerbayes.data.splits import Split
-from peerbayes.engine.devices import pick_device
+from peerbayes.engine.processes import pick_device
 from peerbayes.metrics.calibration import confidence_by_class, confidence_overall
 from peerbayes.reports.figures import COLOURS, panels
 from peerbayes.reports.groups import by_setting, experiment_of, open_runs
