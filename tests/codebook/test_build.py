@@ -16,7 +16,7 @@ from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.data import order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components
-from peerbayes.math.scales import inverse_softplus
+from peerbayes.posteriors.scales import inverse_softplus
 
 APART = {"components": 12, "threshold": 0.15, "top": 0.02, "smallest": 20, "merge": {"distance": 0}}
 

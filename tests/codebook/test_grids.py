@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerbayes.codebook.grids import fits_half, from_multiples, from_powers, to_multiples, to_powers
-from peerbayes.math.scales import inverse_softplus
+from peerbayes.codebook.file import fits_half, from_multiples, from_powers, to_multiples, to_powers
+from peerbayes.posteriors.scales import inverse_softplus
 
 FLOATS = st.lists(st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), max_size=40)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from peerbayes import Address
 from peerbayes.codebook.book import Codebook
+from peerbayes.codebook.peer import merge_trained
 from peerbayes.codebook.shared import Shared
-from peerbayes.codebook.trained import merge_trained
 from peerbayes.posteriors.base import Posterior
 
 NEAR = {"distance": 1e-2, "spread_gate": 1.0}

@@ -11,7 +11,7 @@ from peerbayes import terms
 from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.shared import Shared
 from peerbayes.data import ArraySplit, Dataset
-from peerbayes.engine.movement import changes, sampled
+from peerbayes.engine.diagnostics import changes, sampled
 from peerbayes.engine.stages import StageState
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import Laplace, MCDropout, MeanField, Point, Posterior, RankOne, Swag

@@ -22,7 +22,7 @@ from peerbayes.inference.prediction import Prediction
 from peerbayes.inference.progress import Watcher, watched
 from peerbayes.math.noise import Address
 from peerbayes.recipes.recipe import load_recipe
-from peerbayes.runs import predicting
+from peerbayes.runs import new_inputs
 from peerbayes.runs.run import load
 
 PAIR = """
@@ -185,7 +185,7 @@ def test_all_peers_are_averaged_and_then_tempered(colours, pictures):
 
 def test_it_is_the_same_batch_by_batch_and_tells_how_far_it_is(colours, pictures, monkeypatch):
     whole = colours.predict(pictures, device="cpu")
-    monkeypatch.setattr(predicting, "BATCH", 2 * 3 * 8 * 8)
+    monkeypatch.setattr(new_inputs, "BATCH", 2 * 3 * 8 * 8)
     told = []
 
     class Count(Watcher):
@@ -327,7 +327,7 @@ def test_a_process_prints_csv_and_json_lines_of_what_run_predict_says(colours, p
 
 
 def test_the_forms_of_the_command_agree(colours, pictures, monkeypatch, capsys):
-    monkeypatch.setattr(predicting, "BATCH", 2 * 3 * 8 * 8)
+    monkeypatch.setattr(new_inputs, "BATCH", 2 * 3 * 8 * 8)
     words = ("predict", colours.folder, pictures, "--device", "cpu")
     listed = json.loads(called(*words, "--json"))
     assert [json.loads(line) for line in called(*words, "--format", "jsonl").splitlines()] == listed

@@ -13,8 +13,7 @@ from learners import Recorder, same
 from peerbayes import networks, terms
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, FolderSplit, augment, order, to_unit
-from peerbayes.engine.gradient_shares import note_shares
-from peerbayes.engine.position import Position
+from peerbayes.engine.diagnostics import Position, note_shares
 from peerbayes.engine.stages import learning_rate
 from peerbayes.engine.step_parts import Clock
 from peerbayes.errors import InputError, TrainingError

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerbayes.choices import Engine, Objective, Placement, Precision, Sampler
-from peerbayes.cli.completing import recipe_names, run_folders
 from peerbayes.cli.options import (
     AsInTrain,
     Changes,
@@ -27,6 +26,8 @@ from peerbayes.cli.options import (
     Seeds,
     Trust,
     parse_seeds,
+    recipe_names,
+    run_folders,
 )
 from peerbayes.cli.output import evaluate_run, reporter, say, show, show_plan
 from peerbayes.errors import InputError, TrainingError

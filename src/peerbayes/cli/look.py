@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from peerbayes.choices import SetMethod
-from peerbayes.cli.completing import recipe_words, run_folders
-from peerbayes.cli.options import DataRoot, Device, Draws, Json, Trust
+from peerbayes.cli.options import DataRoot, Device, Draws, Json, Trust, recipe_words, run_folders
 from peerbayes.cli.output import evaluate_run, placed, say, show, waiting
 from peerbayes.errors import InputError
 from peerbayes.importing import in_run, trust_runs

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from peerbayes.choices import ExportCodebook, ExportFormat, ExportNoise
-from peerbayes.cli.completing import run_folders
-from peerbayes.cli.options import Device, Json, Trust
+from peerbayes.cli.options import Device, Json, Trust, run_folders
 from peerbayes.cli.output import say
 from peerbayes.importing import trust_runs
 

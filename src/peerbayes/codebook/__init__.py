@@ -6,9 +6,8 @@ from peerbayes.codebook.merging import merge
 from peerbayes.codebook.moments import components_of
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.codebook.outliers import blends, outliers, steepest
-from peerbayes.codebook.peer import blank_shared, shared_of
+from peerbayes.codebook.peer import blank_shared, merge_trained, shared_of
 from peerbayes.codebook.rate_penalty import thrifty
-from peerbayes.codebook.trained import merge_trained
 from peerbayes.math.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
 
 __all__ = [

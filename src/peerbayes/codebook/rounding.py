@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerbayes.codebook.grids import fits_half
+from peerbayes.codebook.file import fits_half
 from peerbayes.codebook.shared import Shared
 from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors.base import Point, Posterior

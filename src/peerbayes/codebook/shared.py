@@ -19,11 +19,11 @@ from peerbayes.codebook.rows import Sampling, drawn_from, drawn_whole, moments, 
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, start
-from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior, Reduction, Source
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.posteriors.parameters import Predicate, require_same
+from peerbayes.posteriors.scales import inverse_softplus
 from peerbayes.schema import PositiveFloat
 
 if TYPE_CHECKING:

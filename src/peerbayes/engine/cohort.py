@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.loader import Feed
-from peerbayes.engine.gradient_shares import norm_and_value
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
-from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
+from peerbayes.engine.step_parts import Clock, Parts, learnt, norm_and_value, term_value
 from peerbayes.engine.synchronised import gather_batch
 from peerbayes.engine.teachers import Passes, Perturbation, Teachers
 from peerbayes.math import noise

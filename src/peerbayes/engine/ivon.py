@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.math.scales import inverse_softplus, sigma_gradient
+from peerbayes.posteriors.scales import inverse_softplus, sigma_gradient
 
 BETA2 = 0.99999  # of the published runs on CIFAR
 

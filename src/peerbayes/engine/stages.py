@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from peerbayes.engine.ivon import BETA2, Ivon
 from peerbayes.errors import InputError, within
 from peerbayes.math.noise import Address
-from peerbayes.math.scales import moved, sigma_gradient
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.parameters import require_same
+from peerbayes.posteriors.scales import moved, sigma_gradient
 from peerbayes.terms.definition import Shapes, Term
 from peerbayes.terms.definition import find as find_term
 from peerbayes.terms.step import Batch

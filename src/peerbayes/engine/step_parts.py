@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from peerbayes.data.transforms.augment import augment
 from peerbayes.data.transforms.scaling import to_unit
+from peerbayes.engine.processes import World
 from peerbayes.engine.stages import StageState
 from peerbayes.engine.teachers import run_plain
 from peerbayes.math import noise
@@ -118,6 +120,25 @@ def total_and_figures(
     hits = logits.detach().argmax(-1) == labels.repeat(len(logits) // len(labels))
     figures = [*(value.detach() for value in values), *notes, hits.float().mean()]
     return torch.stack(list(values)).sum(), torch.stack([figure.float() for figure in figures])
+
+
+def norm_and_value(value: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
+    """Return ‖∇ value‖ over the parameters, and the value, (2,), of means over processes; the graph is kept.
+
+    The norm of a value that no gradient flows from is NaN.
+
+    Args:
+        value: a term's, a scalar.
+        parameters: that its gradient is taken to.
+        world: processes that each see a slice of the batch.
+    """
+    parts: Sequence[Tensor] = ()
+    if value.requires_grad:
+        parts = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+    flat = torch.cat([part.detach().flatten().float() for part in (*parts, value)])
+    world.average([flat])
+    norm = flat[:-1].square().sum().sqrt() if parts else flat.new_full((), math.nan)
+    return torch.stack([norm, flat[-1]])
 
 
 def figure_names(state: StageState, batch: Batch, peers: Iterable[str]) -> list[str]:

@@ -17,8 +17,8 @@ from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal
 from peerbayes.posteriors.base import Posterior, Source
 from peerbayes.posteriors.flat_network import Weights
-from peerbayes.posteriors.initial_scales import initial_rho
 from peerbayes.posteriors.parameters import Predicate, by_name, conv_and_linear, linear_alone, weight_layers
+from peerbayes.posteriors.scales import initial_rho
 from peerbayes.schema import PositiveFloat
 
 

@@ -464,7 +464,7 @@ class Run(Mapping[str, Posterior]):
             calibrated: whether logits are divided by the temperature.
             device: where to predict.
         """
-        from peerbayes.runs.predicting import predict_batches
+        from peerbayes.runs.new_inputs import predict_batches
 
         how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
         return predict_batches(self, inputs, peer, coverage=coverage, risk=risk, **how)

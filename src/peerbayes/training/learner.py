@@ -22,10 +22,8 @@ from peerbayes.choices import Engine, Placement
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.loader import feed
 from peerbayes.engine.cohort import Cohort
+from peerbayes.engine.diagnostics import Position, changes, is_still, note_shares, sampled, sentence
 from peerbayes.engine.engines import ENGINES, Eager, cause, pick
-from peerbayes.engine.gradient_shares import note_shares
-from peerbayes.engine.movement import changes, is_still, sampled, sentence
-from peerbayes.engine.position import Position
 from peerbayes.engine.processes import ALONE, World
 from peerbayes.engine.stages import StageState, learning_rate, of_term
 from peerbayes.engine.synchronised import synchronise_batch_norm

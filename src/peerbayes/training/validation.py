@@ -12,7 +12,7 @@ from torch import Tensor
 from peerbayes import metrics
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.transforms.scaling import to_unit
-from peerbayes.engine.position import Position
+from peerbayes.engine.diagnostics import Position
 from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Perturbation
 from peerbayes.errors import InputError, TrainingError
