@@ -55,7 +55,7 @@ GROUPS = {
 PACKAGES = ("posteriors", "terms", "data", "networks", "metrics", "inference", "codebook", "reports", "runs", "papers")
 # What these packages offer that is in modules of theirs.
 MODULES = {
-    "inference": {"inference.prediction": ("predict", "predict_split"), "inference.recalibration": ("recalibrate",)},
+    "inference": {"inference.prediction": ("predict", "predict_split"), "inference.batch_norm": ("recalibrate",)},
     "terms": {"terms.elbo": None, "terms.mutual": None, "terms.diversity": None, "terms.distillation": None},
     "runs": {"runs.plan": ("Job", "Plan", "resolve"), "runs.executor": ("execute",)},
     "papers": {"papers.catalogue": ("write_figure",)},

@@ -99,7 +99,8 @@ warnings.simplefilter("error")
 import peerbayes
 from peerbayes.posteriors import Shared, predict
 for line in ("from peerbayes.learning import fit", "from peerbayes.noise import bits", "peerbayes.evaluation.nll",
-             "from peerbayes.sharing import kmeans", "import peerbayes.reporting; peerbayes.reporting.text_table"):
+             "from peerbayes.sharing import kmeans", "import peerbayes.reporting; peerbayes.reporting.text_table",
+             "from peerbayes.networks.features import capture"):
     try:
         exec(line)
     except DeprecationWarning as warning:
@@ -118,6 +119,7 @@ except ImportError:
         "peerbayes.evaluation.nll is now peerbayes.metrics.scores.nll",
         "peerbayes.sharing.kmeans is now peerbayes.codebook.clustering.kmeans",
         "peerbayes.reporting.text_table is now peerbayes.reports.tables.text_table",
+        "peerbayes.networks.features.capture is now peerbayes.networks.running.capture",
         "no",
     ]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from peerbayes import networks
 from peerbayes.errors import InputError
-from peerbayes.inference.folding import Folded
+from peerbayes.inference.batch_norm import Folded
 from peerbayes.math.noise import Address
 from peerbayes.networks import Inputs, Normalize, build, capture, find_layer, starting_point
 from peerbayes.networks.googlenet import Inception

@@ -25,8 +25,7 @@ from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
-from peerbayes.reports.evaluating import evaluate, write_record
-from peerbayes.reports.examples import SHOWN
+from peerbayes.reports.evaluating import SHOWN, evaluate, write_record
 from peerbayes.reports.page import write_page, write_report
 from peerbayes.reports.record import KEPT, Record
 from peerbayes.reports.scoring import MIXED

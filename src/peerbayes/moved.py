@@ -42,18 +42,16 @@ _ROOMS = {
         "metrics.calibration": "ClassConfidence Reliability adaptive_ece confidence_by_class "
         "confidence_overall ece fit_temperature reliability temper",
         "metrics.flatness": "barrier directions loss_along loss_between sharpness",
-        "metrics.scores": "accuracy brier disagreement_rate nll nll_from_log pairwise_diversity probability_variance "
-        "soft_cross_entropy soft_cross_entropy_from_log",
+        "metrics.scores": "accuracy aurc brier disagreement_rate nll nll_from_log pairwise_diversity "
+        "probability_variance retention_curve soft_cross_entropy soft_cross_entropy_from_log",
         "metrics.ood": "aupr auroc fpr_at_tpr",
-        "metrics.selective": "aurc retention_curve",
         "metrics.spread": "PairedDifference Summary paired_difference summarise",
     },
     "sharing": {
         "codebook.build": "Sharing gradient_statistic share shared_weights",
         "codebook.clustering": "em kmeans",
         "math.gaussians": "Components log_density mahalanobis merged wasserstein2",
-        "codebook.merging": "merge",
-        "codebook.moments": "components_of",
+        "codebook.merging": "components_of merge",
         "codebook.neighbours": "nearest",
         "codebook.outliers": "blends outliers steepest",
         "codebook.peer": "blank_shared shared_of",
@@ -61,13 +59,27 @@ _ROOMS = {
         "codebook.trained": "merge_trained",
     },
 }
-_MODULES = {"divergences": "math.divergences", "noise": "math.noise"}
+# by old module: the one that has its names now
+_MODULES = {
+    "divergences": "math.divergences",
+    "noise": "math.noise",
+    "codebook.moments": "codebook.merging",
+    "codebook.trained": "codebook.peer",
+    "inference.recalibration": "inference.batch_norm",
+    "metrics.disagreement": "metrics.scores",
+    "metrics.selective": "metrics.scores",
+    "networks.features": "networks.running",
+    "networks.pretrained": "networks.weights_files",
+    "posteriors.point": "posteriors.base",
+    "posteriors.provenance": "posteriors.flat_network",
+}
 
 
 class _Moved(ModuleType):
     def __init__(self, name: str, homes: dict[str, str]) -> None:
         super().__init__(f"peerbayes.{name}", "Moved; its names warn where they are now.")
         self.__path__: list[str] = []
+        self.__file__ = __file__  # for whoever looks at all modules
         self._homes = homes
 
     def __getattr__(self, name: str) -> Any:

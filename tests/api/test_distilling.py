@@ -29,7 +29,7 @@ from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.engine import engines as engine
 from peerbayes.engine.teachers import Teachers, run_plain
 from peerbayes.errors import InputError, PeerbayesWarning
-from peerbayes.inference.recalibration import recalibrate
+from peerbayes.inference.batch_norm import recalibrate
 from peerbayes.posteriors import MeanField, Point, RankOne
 from peerbayes.recipes.recipe import Recipe, load_recipe, packaged
 from peerbayes.recipes.recipe_data import load_data, network_inputs

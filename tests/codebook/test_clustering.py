@@ -12,7 +12,7 @@ from sklearn.datasets import make_blobs
 from sklearn.mixture import GaussianMixture
 
 from peerbayes.codebook.clustering import _principal_axis, _relocate, em, kmeans, most_probable
-from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.merging import components_of
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components

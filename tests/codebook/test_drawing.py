@@ -106,7 +106,7 @@ import torch
 from codebooks import HERE, book, net
 from peerbayes.math import noise
 from peerbayes.codebook.shared import Shared
-from peerbayes.codebook.drawing import TINY
+from peerbayes.codebook.book import TINY
 from peerbayes.codebook.rows import drawn_from
 from peerbayes.kernels.shared_draw import shared_draw
 for sampling, size in itertools.product(("hierarchical", "moment", "mean"), (120, 121)):

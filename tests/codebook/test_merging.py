@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from peerbayes.codebook.merging import _joined, _pairs, merge
-from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.merging import _joined, _pairs, components_of, merge
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components, merged, wasserstein2

@@ -5,7 +5,7 @@ import pytest
 import torch
 from points import normal, weights
 
-from peerbayes.codebook.moments import RIDGE, components_of
+from peerbayes.codebook.merging import RIDGE, components_of
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.errors import InputError
 

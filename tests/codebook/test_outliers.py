@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerbayes.codebook import outliers
-from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.merging import components_of
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.codebook.outliers import blends
 from peerbayes.errors import InputError

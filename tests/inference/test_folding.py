@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from peerbayes import networks
-from peerbayes.inference.folding import Folded
+from peerbayes.inference.batch_norm import Folded
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point
 

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import RandomResizedCrop
 from members import images
 from peerbayes.data import ArraySplit, FolderSplit
 from peerbayes.errors import InputError
-from peerbayes.inference.recalibration import recalibrate
+from peerbayes.inference.batch_norm import recalibrate
 
 
 class Normed(nn.Module):

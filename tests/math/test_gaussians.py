@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.merging import components_of
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components, log_density, mahalanobis, merged, wasserstein2
 

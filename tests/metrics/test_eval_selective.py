@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerbayes.errors import InputError
-from peerbayes.metrics.selective import aurc, retention_curve
+from peerbayes.metrics.scores import aurc, retention_curve
 
 
 def plain_retention(uncertainty, correct, fraction):

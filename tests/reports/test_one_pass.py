@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import peerbayes as pb
-from peerbayes.inference.recalibration import recalibrate
+from peerbayes.inference.batch_norm import recalibrate
 
 SHORT = ["peers.*.network=resnet8", "stages.0.epochs=2", "stages.0.warmup=0", "evaluation.draws=2", "data.name=digits"]
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 import peerbayes as pb
 from peerbayes.data import from_arrays, load
-from peerbayes.reports.examples import LETTERS, SIDE, examples, thumbnail
+from peerbayes.reports.evaluating import LETTERS, SIDE, examples, thumbnail
 from peerbayes.reports.page import report_page, write_report
 
 NAMES = ["ant", "bee", "<cat>"]

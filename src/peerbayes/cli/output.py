@@ -58,8 +58,7 @@ def evaluate_run(run: Run, device: str, loaded: DataCache, quiet: bool = False, 
         quiet: show no progress.
         how: what `peerbayes.evaluate` takes besides.
     """
-    from peerbayes.reports.evaluating import evaluate
-    from peerbayes.reports.examples import SHOWN
+    from peerbayes.reports.evaluating import SHOWN, evaluate
 
     data = loaded.of(run)
     with waiting(quiet):

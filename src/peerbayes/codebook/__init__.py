@@ -2,8 +2,7 @@
 
 from peerbayes.codebook.build import Sharing, gradient_statistic, share, shared_weights
 from peerbayes.codebook.clustering import em, kmeans
-from peerbayes.codebook.merging import merge
-from peerbayes.codebook.moments import components_of
+from peerbayes.codebook.merging import components_of, merge
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.codebook.outliers import blends, outliers, steepest
 from peerbayes.codebook.peer import blank_shared, merge_trained, shared_of

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from peerbayes.codebook.book import SHARES, Codebook
 from peerbayes.codebook.clustering import em, kmeans, most_probable
-from peerbayes.codebook.merging import merge
-from peerbayes.codebook.moments import RIDGE, components_of, summed
+from peerbayes.codebook.merging import RIDGE, components_of, merge, summed
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.codebook.outliers import blends, outliers
 from peerbayes.codebook.rate_penalty import thrifty

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from peerbayes.codebook.moments import (
+from peerbayes.codebook.merging import (
     RIDGE,
     about_mean,
     averages,

@@ -13,15 +13,14 @@ from pydantic import create_model
 from torch import Tensor, nn
 
 from peerbayes.codebook.build import Sharing, cholesky_of, gradient_statistic, share
-from peerbayes.codebook.merging import merge
-from peerbayes.codebook.moments import summed
+from peerbayes.codebook.merging import merge, summed
 from peerbayes.codebook.outliers import steepest
 from peerbayes.codebook.shared import Shared, usually_shared
 from peerbayes.data.splits import Split
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.gaussians import Components
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.provenance import Provenance
+from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.schema import Strict, fields_of
 
 DRAWN = ("sampling", "mixture", "prior", "prior_std", "bits")  # options of `Shared`, not of how the codebook is made

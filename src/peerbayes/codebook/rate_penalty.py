@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from peerbayes.codebook.moments import member_moments
+from peerbayes.codebook.merging import member_moments
 from peerbayes.codebook.neighbours import check_points, nearest
 from peerbayes.errors import InputError
 

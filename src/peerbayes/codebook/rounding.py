@@ -16,9 +16,9 @@ from torch import Tensor
 
 from peerbayes.codebook.file import fits_half
 from peerbayes.codebook.shared import Shared
-from peerbayes.math.scales import inverse_softplus
 from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.mean_field import MeanField
+from peerbayes.posteriors.scales import inverse_softplus
 
 Numbers = dict[str, tuple[Tensor, int]]  # by name in a state: the rounded tensor, and its bytes
 

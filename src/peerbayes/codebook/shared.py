@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
-from peerbayes.codebook.book import Codebook, blank_codebook, check_codebook, in_file_order
-from peerbayes.codebook.drawing import drawn_at, drawn_with
+from peerbayes.codebook.book import Codebook, blank_codebook, check_codebook, drawn_at, drawn_with, in_file_order
 from peerbayes.codebook.file import EXACT, FIRST, packed, unpacked
 from peerbayes.codebook.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
 from peerbayes.errors import InputError

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from peerbayes.data.splits import Split
 from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError, PeerbayesWarning, reason
+from peerbayes.inference.batch_norm import Folded
 from peerbayes.inference.early_stopping import Referee
-from peerbayes.inference.folding import Folded
 from peerbayes.inference.progress import watcher_now
 from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address

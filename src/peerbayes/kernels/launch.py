@@ -87,7 +87,7 @@ def draw_shared(columns: Sequence[Tensor], rows: Tensor, begin: Tensor, tiny: fl
     """Return a draw of shared weights (n,), its noise included; None where they are not on a GPU with Triton.
 
     Args:
-        columns: what `peerbayes.codebook.drawing` draws of: m and the scale, or m, s, a, b and c; (R,) each.
+        columns: what `peerbayes.codebook.book` draws of: m and the scale, or m, s, a, b and c; (R,) each.
         rows: of every weight, int32 (n,).
         begin: where the noise starts, and its stride, from `peerbayes.math.noise.start`.
         tiny: what is added to a variance.

@@ -15,7 +15,7 @@ TURN = tl.constexpr(noise.TURN)
 def shared_draw(
     columns, rows, begin, result, size, height, HIERARCHICAL: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # The numbers of `peerbayes.math.noise.normal`, the formula of `peerbayes.codebook.drawing.drawn`, weight by weight.
+    # The numbers of `peerbayes.math.noise.normal`, the formula of `peerbayes.codebook.book.drawn`, weight by weight.
     weight = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = weight < size
     half = size if HIERARCHICAL else (size + 1) // 2

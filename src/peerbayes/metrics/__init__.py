@@ -15,16 +15,17 @@ from peerbayes.metrics.flatness import barrier, directions, loss_along, loss_bet
 from peerbayes.metrics.ood import aupr, auroc, fpr_at_tpr
 from peerbayes.metrics.scores import (
     accuracy,
+    aurc,
     brier,
     disagreement_rate,
     nll,
     nll_from_log,
     pairwise_diversity,
     probability_variance,
+    retention_curve,
     soft_cross_entropy,
     soft_cross_entropy_from_log,
 )
-from peerbayes.metrics.selective import aurc, retention_curve
 from peerbayes.metrics.spread import PairedDifference, Summary, paired_difference, summarise
 
 __all__ = [

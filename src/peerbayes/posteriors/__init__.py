@@ -5,12 +5,11 @@ from typing import Any
 from peerbayes.lazy import lazy
 from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.certificate import Certificate, CoveragePromise, RiskPromise
-from peerbayes.posteriors.flat_network import Weights
+from peerbayes.posteriors.flat_network import Provenance, Weights
 from peerbayes.posteriors.laplace import Laplace
 from peerbayes.posteriors.mc_dropout import MCDropout
 from peerbayes.posteriors.mean_field import MeanField
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.provenance import Provenance
 from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.posteriors.swag import Swag
 
@@ -40,7 +39,7 @@ _elsewhere, _ = lazy(
         "Shared": "codebook.shared",
         "predict": "inference.prediction",
         "predict_split": "inference.prediction",
-        "recalibrate": "inference.recalibration",
+        "recalibrate": "inference.batch_norm",
     },
 )
 

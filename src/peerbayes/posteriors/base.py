@@ -17,10 +17,9 @@ from peerbayes.networks.normalisation import describe, normalization_of, restore
 from peerbayes.networks.running import capture
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.posteriors.flat_network import FlatNetwork, Weights
+from peerbayes.posteriors.flat_network import FlatNetwork, Provenance, Weights
 from peerbayes.posteriors.kinds import PosteriorKind
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear
-from peerbayes.posteriors.provenance import Provenance
 
 if TYPE_CHECKING:
     from peerbayes.data.splits import Split

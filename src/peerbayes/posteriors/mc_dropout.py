@@ -14,9 +14,8 @@ from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform, uniform_from
 from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Point, Source
-from peerbayes.posteriors.flat_network import Weights
+from peerbayes.posteriors.flat_network import Provenance, Weights
 from peerbayes.posteriors.parameters import Predicate, conv_and_linear, digest_of
-from peerbayes.posteriors.provenance import Provenance
 
 CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channels
 KEY = "key"  # what a layer of dropout calls the number that its mask is made of

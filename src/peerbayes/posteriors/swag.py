@@ -128,7 +128,7 @@ class Swag(Point):
             split: the training split.
             augment: how its images were augmented.
         """
-        from peerbayes.inference.recalibration import recalibrate
+        from peerbayes.inference.batch_norm import recalibrate
 
         if self.stochastic or not self.count:
             return

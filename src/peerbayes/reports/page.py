@@ -18,8 +18,7 @@ from peerbayes.posteriors import storage
 from peerbayes.reports import charts, figures, tables
 from peerbayes.reports.certified import promises
 from peerbayes.reports.charts import COLOURS, Chart
-from peerbayes.reports.evaluating import write_record
-from peerbayes.reports.examples import LEAST, MOST, WRONG
+from peerbayes.reports.evaluating import LEAST, MOST, WRONG, write_record
 from peerbayes.reports.record import Record
 from peerbayes.reports.weights import shared_picture
 from peerbayes.runs.run import Run

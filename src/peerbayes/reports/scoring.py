@@ -16,8 +16,8 @@ from peerbayes.data.datasets.cifar_c import load_corrupted
 from peerbayes.data.splits import ArraySplit, Split
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
 from peerbayes.errors import InputError
+from peerbayes.inference.batch_norm import recalibrate
 from peerbayes.inference.prediction import entropy_of, mean_of
-from peerbayes.inference.recalibration import recalibrate
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH, Reliability
 from peerbayes.posteriors.base import Point, Posterior

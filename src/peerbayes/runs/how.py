@@ -60,7 +60,8 @@ class How:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise InputError(f"{name} is {number!r}, expected a whole number above 0")
-        loggers_named(self.log)
+        if self.log:
+            loggers_named(self.log)
 
     def place(self) -> torch.device:
         """Return the device."""
@@ -77,7 +78,7 @@ class How:
             return
         from peerbayes.runs.tracking import Trackers
 
-        names, reporter = loggers_named(self.log), reporter or usual_reporter()
+        names, reporter = loggers_named(self.log) if self.log else (), reporter or usual_reporter()
         if not names or isinstance(reporter, Trackers):
             yield reporter
             return

@@ -1,4 +1,4 @@
-"""New inputs of a trained run: files, folders, texts, arrays and PIL images, and what its peers say of them, in batches."""
+"""New inputs of a trained run: files, folders, texts, arrays and PIL images, and what its peers say of them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from peerbayes.math.noise import seed_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
-from peerbayes.posteriors.provenance import Provenance
+from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM

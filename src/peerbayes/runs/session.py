@@ -16,7 +16,7 @@ from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.math.noise import format_of
 from peerbayes.posteriors.base import Posterior
-from peerbayes.posteriors.provenance import Provenance
+from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.folder import (

@@ -1,4 +1,6 @@
-"""Fold batch-norm into the layer before it, for prediction: one pass over the activations less for each.
+"""Batch-norm in predictions: folded into the layer before it, and its statistics estimated anew.
+
+Folding saves one pass over the activations for each.
 
 In evaluation mode batch-norm is y = (x − m) s + b with s = γ / √(v + ε), so a convolution with weight W
 and bias c before it can use W s and (c − m) s + b instead. That is exact up to rounding. The scale s is laid out like
@@ -12,17 +14,26 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from peerbayes.data.loader import augmented_batch
+from peerbayes.data.splits import Split, order
+from peerbayes.data.transforms.augment import augment as augmented
+from peerbayes.data.transforms.scaling import prepared
+from peerbayes.errors import InputError
 from peerbayes.kernels.launch import FusedConv, can_fuse
+from peerbayes.math.noise import FIXED, Address
+from peerbayes.networks.running import evaluating
 
 if TYPE_CHECKING:
     from peerbayes.posteriors.base import Posterior
+
 
 _FOLDED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module | None, dict[str, str]]] = weakref.WeakKeyDictionary()
 _FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, frozenset[str]]] = weakref.WeakKeyDictionary()
@@ -258,3 +269,57 @@ def _may_fold(posterior: Posterior, layer: str, norm: str) -> bool:
         and not any(f"{norm}.{leaf}" in drawn for leaf in ("weight", "bias"))
         and not any(name in tied for name in names)
     )
+
+
+@torch.no_grad()
+def recalibrate(
+    network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
+) -> nn.Module:
+    """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
+
+    A network that has learnt from crops wants the statistics of crops, whose black borders are a part of what it knows:
+    with those of whole images, wide ResNets on CIFAR-10 have lost more than 2 points.
+
+    Args:
+        network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
+        batches: a split, or batches of images, or of (images, labels); every batch counts the same.
+        batch_size: images in a batch of a split, which is taken in random order, the same every time.
+        augment: names of augmentations, those of training: ``recipe.data.augment``.
+
+    Returns:
+        The network.
+    """
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return network
+    device = norms[0].running_mean.device  # type: ignore[union-attr]
+    address = Address(FIXED, "data", "recalibrate")
+    if isinstance(batches, Iterable):
+        given = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
+        made = (augmented(images.to(device), augment, address.at(n)) for n, images in enumerate(given))
+    else:
+        # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
+        parts, split = order(len(batches), address).split(batch_size), batches
+        made = (augmented_batch(split, part, device, augment, address.at(n))[0] for n, part in enumerate(parts))
+    momenta = [norm.momentum for norm in norms]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    done = False
+    with evaluating(network):
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative average
+            norm.train()
+        try:
+            for images in made:
+                network(prepared(images))
+                done = True
+            if not done:
+                raise InputError("there are no batches to recalibrate with")
+        except BaseException:
+            for buffer, kept in before:
+                buffer.copy_(kept)
+            raise
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+    return network
