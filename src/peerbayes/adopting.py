@@ -31,9 +31,9 @@ from peerbayes.reports.record import KEPT, Record
 from peerbayes.reports.scoring import MIXED
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
-from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import ADOPTED, Run, slug
+from peerbayes.runs.session import How, refuse_unknown
 from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter

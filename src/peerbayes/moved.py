@@ -16,7 +16,7 @@ _ROOMS = {
         "api.distilling": "distill recipe_into save_networks",
         "engine.processes": "environment joined restarted",
         "runs.executor": "check_jobs dry_run execute train_jobs",
-        "runs.how": "How",
+        "runs.session": "How",
         "recipes.recipe_data": "load_data",
         "training.learner": "Learner",
         "runs.plan": "Job Node Plan parents_of resolve source_weights",

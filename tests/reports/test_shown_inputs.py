@@ -13,7 +13,7 @@ from PIL import Image
 
 import peerbayes as pb
 from peerbayes.data import from_arrays, load
-from peerbayes.reports.evaluating import LETTERS, SIDE, examples, thumbnail
+from peerbayes.reports.evaluating import LETTERS, SIDE, examples_of, thumbnail
 from peerbayes.reports.page import report_page, write_report
 
 NAMES = ["ant", "bee", "<cat>"]
@@ -36,7 +36,7 @@ def data():
 
 
 def test_inputs_are_chosen_by_entropy_and_by_mistakes(data):
-    found = examples(P.log(), data[0], 3)
+    found = examples_of(P.log(), data[0], 3)
     assert found["kind"] == "image"
     # Entropies 0.11, 1.08, 0.64, 0.39 and log 3; wrong are 2 (said bee) and 4 (of a tie the first class is said).
     assert [one["index"] for one in found["least certain"]] == [4, 1, 2]
@@ -46,11 +46,11 @@ def test_inputs_are_chosen_by_entropy_and_by_mistakes(data):
     assert (said["label"], said["class"]) == ("<cat>", "bee")
     assert said["probability"] == pytest.approx(0.8)
     assert said["entropy"] == pytest.approx(-0.8 * math.log(0.8) - 0.2 * math.log(0.1))
-    assert examples(P.log(), data[0], 50)["least certain"][4]["index"] == 0  # no more than there are
+    assert examples_of(P.log(), data[0], 50)["least certain"][4]["index"] == 0  # no more than there are
 
 
 def test_pictures_are_those_of_the_test_split(data):
-    found, pixels = examples(P.log(), data[0], 5), data[1]
+    found, pixels = examples_of(P.log(), data[0], 5), data[1]
     for one in found["most certain"]:
         np.testing.assert_array_equal(np.asarray(opened(one["shown"])), pixels[one["index"]])
 
@@ -74,7 +74,7 @@ def test_texts_are_shown_as_they_were_written(tmp_path):
             csv.writer(file).writerows([("text", "label"), *rows])
     data = load(tmp_path)
     log_p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]]).log()
-    found = examples(log_p, data, 3)
+    found = examples_of(log_p, data, 3)
     shown = {one["index"]: one["shown"] for one in found["least certain"]}
     assert found["kind"] == "text"
     assert shown == {0: "Is it <b>so</b>?", 1: "It is so.", 2: "x" * (LETTERS - 1) + "…"}

@@ -17,8 +17,8 @@ from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peers
 from peerbayes.runs.executor import train_jobs
-from peerbayes.runs.how import How
 from peerbayes.runs.plan import Job, lineage_depth, resolve
+from peerbayes.runs.session import How
 from peerbayes.training.reporters import ConsoleReporter, Reporter
 
 # Of two plain SGD steps, as most runs here are.

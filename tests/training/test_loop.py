@@ -18,10 +18,9 @@ from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs.executor import train_jobs
-from peerbayes.runs.how import How
 from peerbayes.runs.plan import Job, Node
 from peerbayes.runs.run import default_folder
-from peerbayes.runs.session import train_wave
+from peerbayes.runs.session import How, train_wave
 from peerbayes.training.learner import Learner
 from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import ConsoleReporter, Reporter

@@ -15,9 +15,9 @@ from peerbayes.recipes.recipe_data import set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import execute
-from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
+from peerbayes.runs.session import How, refuse_unknown
 from peerbayes.training.reporters import Reporter
 
 RECIPE, FIRST = "sharing/shared", "sharing/stage1"

@@ -18,9 +18,9 @@ from peerbayes.recipes.packaged import packaged
 from peerbayes.recipes.recipe import Recipe, change, is_recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.recipes.settings import Peer
-from peerbayes.runs.how import refuse_unknown
 from peerbayes.runs.plan import TEACHERS, check_seed
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
+from peerbayes.runs.session import refuse_unknown
 
 ENSEMBLE, ALONE = "distillation/latentbe", "distil"  # recipes for several teachers, and for one Bayesian one
 Teacher = Posterior | Run | str | Path

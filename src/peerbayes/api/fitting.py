@@ -18,9 +18,9 @@ from peerbayes.recipes.recipe_data import fitted_to, load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import execute, train_jobs
-from peerbayes.runs.how import How, refuse_unknown
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, trained_into
+from peerbayes.runs.session import How, refuse_unknown
 from peerbayes.training.reporters import Reporter
 
 PEERS, TEXT = "peers", "text"  # what is trained where nothing else is said

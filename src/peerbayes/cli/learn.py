@@ -151,8 +151,8 @@ def _train_and_show(
     from peerbayes.engine.processes import joined, restarted
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
-    from peerbayes.runs.how import How
     from peerbayes.runs.plan import resolve
+    from peerbayes.runs.session import How
 
     if dry_run:
         show_plan(executor.dry_run(resolve(jobs), How(**how), resume=resume), as_json)
@@ -238,7 +238,7 @@ def adopt(
     """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
     from peerbayes import adopting
     from peerbayes.networks.normalisation import read_choice
-    from peerbayes.runs.how import How
+    from peerbayes.runs.session import How
 
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how |= {"checkpoint_every": checkpoint_every, "log": log}

@@ -19,10 +19,10 @@ from peerbayes.codebook.outliers import blends, outliers
 from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.codebook.shared import usually_shared
 from peerbayes.data.splits import Split, order
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components
 from peerbayes.math.noise import Address
+from peerbayes.networks.inputs import to_unit
 from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Layout

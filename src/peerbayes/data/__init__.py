@@ -9,8 +9,8 @@ from peerbayes.data.splits import ArraySplit, FolderSplit, Split, batches, order
 from peerbayes.data.transforms.augment import AUGMENTATIONS, augment
 from peerbayes.data.transforms.corrupt import CORRUPTIONS, corrupt
 from peerbayes.data.transforms.perturb import gaussian_step, guidance, pair, step_along
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.data.vocabulary import TextOptions, Vocabulary
+from peerbayes.networks.inputs import to_unit
 
 __all__ = [
     "AUGMENTATIONS",

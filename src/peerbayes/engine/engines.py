@@ -23,9 +23,9 @@ from peerbayes.engine.stages import set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts
 from peerbayes.engine.verification import verify
 from peerbayes.errors import InputError, reason
-from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
+from peerbayes.networks.running import tried_kernels
 
 WARM_UP = 3
 TEACHERS = 4  # how many teachers run beside each other

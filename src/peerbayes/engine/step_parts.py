@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from peerbayes.data.transforms.augment import augment
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import StageState
 from peerbayes.engine.teachers import run_plain
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
+from peerbayes.networks.inputs import to_unit
 from peerbayes.posteriors.base import Posterior
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch

@@ -25,10 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from peerbayes.data.loader import augmented_batch
 from peerbayes.data.splits import Split, order
 from peerbayes.data.transforms.augment import augment as augmented
-from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.kernels.launch import FusedConv, can_fuse
 from peerbayes.math.noise import FIXED, Address
+from peerbayes.networks.inputs import prepared
 from peerbayes.networks.running import evaluating
 
 if TYPE_CHECKING:

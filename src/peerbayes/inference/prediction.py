@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from peerbayes.data.splits import Split
-from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError, PeerbayesWarning, reason
 from peerbayes.inference.batch_norm import Folded
 from peerbayes.inference.early_stopping import Referee
 from peerbayes.inference.progress import watcher_now
-from peerbayes.kernels.launch import tried_kernels
 from peerbayes.math.noise import Address
-from peerbayes.networks.running import evaluating
+from peerbayes.networks.inputs import prepared
+from peerbayes.networks.running import evaluating, tried_kernels
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.showing import aligned, html_table

@@ -7,11 +7,10 @@ cuDNN's time with the kernel below (H200, float16, 10,000 images of 32×32: 0.44
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,17 +99,6 @@ def draw_shared(columns: Sequence[Tensor], rows: Tensor, begin: Tensor, tiny: fl
     with torch.cuda.device_of(rows):
         kernel[(-(-len(rows) // 1024),)](table, rows, begin, result, len(rows), table.shape[1], **about)
     return result
-
-
-@contextlib.contextmanager
-def tried_kernels(wanted: bool = True) -> Iterator[None]:
-    """Let cuDNN time its kernels and take the fastest inside the block, unless it is set to be deterministic."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor, stride: Any, padding: Any, residual: Tensor | None) -> Tensor:

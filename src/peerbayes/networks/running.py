@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError, nearest
@@ -43,7 +43,7 @@ def find_layer(network: nn.Module, name: str) -> nn.Module:
     raise InputError(f"{kind} has no layer '{name}'{nearest(name, top)}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def capture(network: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Collect the outputs of the named layers during forward passes inside the block.
 
@@ -101,3 +101,14 @@ def kept_buffers(network: nn.Module) -> Iterator[None]:
     finally:
         for buffer, before in kept:
             buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def tried_kernels(wanted: bool = True) -> Iterator[None]:
+    """Let cuDNN time its kernels and take the fastest inside the block, unless it is set to be deterministic."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or (wanted and not torch.backends.cudnn.deterministic)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

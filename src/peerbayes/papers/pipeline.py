@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from safetensors.torch import save
 from torch import Tensor
 
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, within
 from peerbayes.metrics.spread import Summary, summarise
+from peerbayes.networks.inputs import to_unit
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import TeacherOptions
 from peerbayes.reports.evaluating import evaluate, find_runs

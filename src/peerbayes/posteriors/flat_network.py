@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
-from peerbayes.networks.inputs import Inputs
+from peerbayes.networks.inputs import Inputs, prepared
 from peerbayes.networks.normalisation import Choice, carry_over, normalization_of, settle
 from peerbayes.networks.running import capture
 from peerbayes.posteriors.parameters import (

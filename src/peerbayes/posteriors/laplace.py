@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, normal
+from peerbayes.networks.inputs import prepared
 from peerbayes.networks.running import evaluating, find_layer
 from peerbayes.posteriors.base import Point, Source
 from peerbayes.posteriors.flat_network import Weights

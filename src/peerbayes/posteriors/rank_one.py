@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.data.transforms.scaling import prepared
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, uniform
+from peerbayes.networks.inputs import prepared
 from peerbayes.networks.running import capture
 from peerbayes.posteriors.base import Posterior, Reduction, Source
 from peerbayes.posteriors.factors import attach, check_rows, detach, layers_of

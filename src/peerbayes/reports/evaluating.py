@@ -89,7 +89,7 @@ def evaluate(
         (['net'], True)
         >>> folder.cleanup()
     """
-    loggers = loggers_named(log)
+    loggers = loggers_named(log) if log else ()
     run = run if isinstance(run, Run) else Run(run, trust=trust)
     options, where = run.recipe.evaluation, pick_device(device)
     draws = options.draws if draws is None else draws

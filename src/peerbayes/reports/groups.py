@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -208,12 +209,6 @@ def over_seeds(runs: Mapping[int, Run], value: Callable[[Run], float]) -> Record
     values = {seed: value(run) for seed, run in sorted(runs.items())}
     summary = summarise(values.values())
     return {"mean": summary.mean, "standard_error": summary.standard_error, "seeds": values}
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return Σ x / n."""
-    found = list(values)
-    return sum(found) / len(found)
 
 
 def final(groups: Sequence[Group]) -> tuple[str, Callable[[str, Run], float]]:

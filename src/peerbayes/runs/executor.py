@@ -20,10 +20,9 @@ from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peers, build_teachers
 from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
-from peerbayes.runs.how import How, in_parts, refuse_unknown
 from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
 from peerbayes.runs.run import Run, peer_called, peers_at
-from peerbayes.runs.session import Session, train_wave
+from peerbayes.runs.session import How, Session, in_parts, refuse_unknown, train_wave
 from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 

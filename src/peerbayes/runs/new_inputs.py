@@ -294,7 +294,7 @@ BATCH = 1 << 24  # bytes of inputs that are predicted at a time
 
 def predict_batches(
     run: Run,
-    given: Any,
+    inputs: Any,
     peer: str | None = None,
     *,
     coverage: float | None = None,
@@ -303,11 +303,11 @@ def predict_batches(
     calibrated: bool = True,
     device: str | torch.device = "auto",
 ) -> Iterator[Prediction]:
-    """Yield predictions of new inputs, on the CPU, in order; arguments as of `Run.predict`.
+    """Yield what `Run.predict` returns, of one batch of inputs after another, in memory that their number is not in.
 
     Args:
         run: a trained one.
-        given: inputs, as of `Run.predict`.
+        inputs: as of `Run.predict`.
         peer: its name; None for the ensemble of all, or the peer that an adoption ships.
         coverage: of sets that a certificate promises.
         risk: of answers that a certificate promises.
@@ -324,10 +324,10 @@ def predict_batches(
     certificate = _promised(run, peer, coverage, risk, draws, calibrated)
     if draws is None:
         draws = run.recipe.evaluation.draws if certificate is None else certificate.draws
-    inputs = new_inputs(run, given)
+    new = new_inputs(run, inputs)
     watcher = watcher_now.get()
-    watcher.begin(inputs.count * len(posteriors))
-    for names, images in inputs.batches(where, BATCH):
+    watcher.begin(new.count * len(posteriors))
+    for names, images in new.batches(where, BATCH):
         parts = []
         for name, posterior in posteriors.items():
             with watched(Share(watcher, len(names))):
@@ -335,7 +335,7 @@ def predict_batches(
             run.refuse_nan(name, parts[-1].log_probabilities)
         together = _as_one(parts).tempered(temperature)
         together = together if certificate is None else together.promising(certificate)
-        yield replace(together, inputs=names, kind=inputs.kind)
+        yield replace(together, inputs=names, kind=new.kind)
 
 
 def _promised(

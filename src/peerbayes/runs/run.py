@@ -42,6 +42,7 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.hub import fetched, is_hub_name
+from peerbayes.runs.new_inputs import predict_batches
 from peerbayes.schema import Strict, Table
 from peerbayes.showing import Page, html_facts, html_table
 from peerbayes.training.reporters import waiting
@@ -437,37 +438,13 @@ class Run(Mapping[str, Posterior]):
             calibrated: temper by the temperature that is kept with the weights, see `peerbayes.calibrate`.
             device: where to predict.
         """
-        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
-        batches = self.predict_batches(inputs, peer, coverage=coverage, risk=risk, **how)
+        batches = self.predict_batches(
+            inputs, peer, coverage=coverage, risk=risk, draws=draws, calibrated=calibrated, device=device
+        )
         with waiting(quiet=watcher_now.get() is not NOBODY):
             return Prediction.joined(list(batches))
 
-    def predict_batches(
-        self,
-        inputs: Any,
-        peer: str | None = None,
-        *,
-        coverage: float | None = None,
-        risk: float | None = None,
-        draws: int | None = None,
-        calibrated: bool = True,
-        device: str | torch.device = "auto",
-    ) -> Iterator[Prediction]:
-        """Yield what `predict` returns, of one batch of inputs after another, in memory that their number is not in.
-
-        Args:
-            inputs: as of `predict`.
-            peer: its name; None for the ensemble of all, or the peer that an adoption ships.
-            coverage: of sets that a certificate promises.
-            risk: of answers that a certificate promises.
-            draws: of each peer; by default as many as the recipe evaluates.
-            calibrated: whether logits are divided by the temperature.
-            device: where to predict.
-        """
-        from peerbayes.runs.new_inputs import predict_batches
-
-        how: dict[str, Any] = {"draws": draws, "calibrated": calibrated, "device": device}
-        return predict_batches(self, inputs, peer, coverage=coverage, risk=risk, **how)
+    predict_batches = predict_batches
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.transforms.augment import augment
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import of_term
 from peerbayes.engine.step_parts import figure_names, place_peer, term_value
@@ -18,6 +17,7 @@ from peerbayes.engine.teachers import run_plain
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, within
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
+from peerbayes.networks.inputs import to_unit
 from peerbayes.networks.running import find_layer, kept_buffers
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Shapes

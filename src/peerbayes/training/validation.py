@@ -11,13 +11,13 @@ from torch import Tensor
 
 from peerbayes import metrics
 from peerbayes.data.dataset import Dataset
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.diagnostics import Position
 from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Perturbation
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.inference.prediction import predict_split
 from peerbayes.math.noise import Address, permutation
+from peerbayes.networks.inputs import to_unit
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe
 

@@ -32,9 +32,9 @@ from peerbayes.data.transforms.augment import LUMA
 from peerbayes.data.transforms.batch_noise import BatchNoise, poisson
 from peerbayes.data.transforms.filters import blurred, convolved, distances, edges, places, sampled, streaked, zoomed
 from peerbayes.data.transforms.jpeg import jpeg
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.errors import InputError, nearest
 from peerbayes.math.noise import Address
+from peerbayes.networks.inputs import to_unit
 
 SEVERITIES = 5
 _SMALLEST = 8  # side of an image

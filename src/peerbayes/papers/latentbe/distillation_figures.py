@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
-from peerbayes.data.transforms.scaling import to_unit
 from peerbayes.engine.processes import pick_device
 from peerbayes.engine.teachers import PICKS, Perturbation, Teachers, all_logits
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.flatness import barrier, loss_between
 from peerbayes.metrics.scores import pairwise_diversity
+from peerbayes.networks.inputs import to_unit
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.settings import Kind, Perturb
 from peerbayes.reports.figures import COLOURS, name_epochs, panels, scale_by_logarithm
@@ -59,7 +59,7 @@ def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         heights = [barrier(loss, POINTS) for loss in losses]
         band = {"mean": losses.mean(0).tolist(), "low": losses.amin(0).tolist(), "high": losses.amax(0).tolist()}
         about = {"label": _label(run), "folder": str(run.folder), "pairs": len(pairs), "images": len(data[1])}
-        series.append({**about, "loss": band, "barrier": {"mean": statistics.mean(heights), "highest": max(heights)}})
+        series.append({**about, "loss": band, "barrier": {"mean": mean(heights), "highest": max(heights)}})
     return {"split": "test", "points": list(POINTS), "series": _told_apart(series)}
 
 

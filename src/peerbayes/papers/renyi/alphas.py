@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean as mean
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from peerbayes.errors import InputError
 from peerbayes.math.divergences import renyi
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.flatness import loss_along, sharpness
-from peerbayes.reports.groups import Group, by_experiment, final, gather, mean, over_seeds, read_record
+from peerbayes.reports.groups import Group, by_experiment, final, gather, over_seeds, read_record
 from peerbayes.reports.record import Record, alpha_title
 from peerbayes.runs.run import Run
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Annotated, Any, Literal
 
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ from peerbayes.errors import InputError
 from peerbayes.posteriors.kinds import PosteriorOptions
 from peerbayes.reports.evaluating import evaluate
 from peerbayes.reports.figures import COLOURS, MARKERS, panels
-from peerbayes.reports.groups import by_setting, differing, experiment_of, mean, open_runs, over_seeds
+from peerbayes.reports.groups import by_setting, differing, experiment_of, open_runs, over_seeds
 from peerbayes.reports.record import Record
 from peerbayes.reports.tables import COLUMNS, title
 from peerbayes.runs.run import Run, read_json
