@@ -179,16 +179,12 @@ def _train_and_show(
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
         for done in finished:
-            shared["reporter"].headline(_next_step(done.folder))
+            voice.headline(f"{done.folder}: weights, report.html; next: peerbayes predict {done.folder} FILES")
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
-
-
-def _next_step(folder: Path) -> str:
-    return f"{folder}: weights, report.html; next: peerbayes predict {folder} FILES"
 
 
 def adopt(

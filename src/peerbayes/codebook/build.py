@@ -136,7 +136,7 @@ def share(
     left = len(inside)
     if not left:
         raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")
-    count = options.components or _components_for(left)
+    count = options.components or max(1, min(MOST, max(left // MEMBERS, FEWEST), left // LEAST))
     if count > left:
         raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")
     if options.outliers and options.smallest > left:
@@ -209,10 +209,6 @@ def share(
         "seconds": seconds,
     }
     return book, account
-
-
-def _components_for(inliers: int) -> int:
-    return max(1, min(MOST, max(inliers // MEMBERS, FEWEST), inliers // LEAST))
 
 
 def _typical_variance(points: Tensor, part: Tensor) -> float:

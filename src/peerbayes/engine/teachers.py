@@ -301,7 +301,9 @@ class Perturbation:
         scale: float | Tensor = 1.0
         with torch.enable_grad():
             if self.kind in ("ods", "conf_ods"):
-                picked = pair(address, len(teachers), images.device)[:1] if len(teachers) > 1 else _zero(images)
+                picked = torch.zeros(1, dtype=torch.int64, device=images.device)
+                if len(teachers) > 1:
+                    picked = pair(address, len(teachers), images.device)[:1]
                 said = teachers.pick(passes.run, moved, passes.tensors, picked, passes.autocast)
                 p = (said / self.temperature).softmax(-1)
                 value = (guidance(address.sub("guide"), len(images), p.shape[1], images.device, first) * p).sum()
@@ -398,7 +400,3 @@ def _bald(log_p: Tensor) -> Tensor:
     """Return Σ_b H[p̄] − (1/M) Σ_m H[p_m] for log-probabilities (M, B, C); by them, as p log p has no slope at 0."""
     mean = log_p.logsumexp(0) - math.log(len(log_p))
     return (log_p.exp() * log_p).mean(0).sum() - (mean.exp() * mean).sum()
-
-
-def _zero(images: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=images.device)

@@ -73,7 +73,8 @@ class Layout:
         """Return a new flat tensor (size,) that holds the named tensors."""
         if not self.shapes:
             return torch.empty(0)
-        return torch.cat([_flat(tensors[name]) for name in self.shapes])
+        rows = (tensors[name] for name in self.shapes)
+        return torch.cat([(t.permute(0, 2, 3, 1) if t.dim() == 4 else t).reshape(-1) for t in rows])
 
     def inverse_sizes(self) -> Tensor:
         """Return (size,) with 1/n_l at every element of tensor l: a dot with it is Σ_l mean over l."""
@@ -86,10 +87,6 @@ def _shaped(piece: Tensor, shape: torch.Size) -> Tensor:
         out, into, height, width = shape
         return piece.view(out, height, width, into).permute(0, 3, 1, 2)
     return piece.view(shape)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).reshape(-1)
 
 
 class Weights(dict[str, Tensor]):

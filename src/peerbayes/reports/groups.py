@@ -98,7 +98,7 @@ def open_runs(
         for why in filter(None, whys.values()):
             warnings.warn(f"{why}; it is left out", PeerbayesWarning, stacklevel=3)
         if not sources and folder not in whys:
-            begun = {path for run in useful for path in _started_from(run)}
+            begun = {folder_of(start).resolve() for run in useful for start in parents_of(run).starts.values()}
             useful = [run for run in useful if run.folder.resolve() not in begun or _has_mutual(run)]
         runs |= {run.folder: run for run in useful}
     return list(runs.values())
@@ -112,10 +112,6 @@ def _why_not(run: Run, finished: bool, own: bool) -> str:
     if own or not unknown or (run.folder / "evaluation.json").is_file():
         return ""
     return f"{run.folder}: peer '{unknown[0]}' has a network of your own"
-
-
-def _started_from(run: Run) -> set[Path]:
-    return {folder_of(start).resolve() for start in parents_of(run).starts.values()}
 
 
 def by_setting(runs: Iterable[Run]) -> list[dict[int, Run]]:

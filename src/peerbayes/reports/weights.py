@@ -95,7 +95,8 @@ def _place(peer: Posterior, layer: str | None, run: Run) -> slice:
 def _of_weights(peer: Posterior, place: slice) -> Record:
     """Return a histogram over the plane, (means, scales), and where the tails of the means begin."""
     mean, scale = peer.mean[place].cpu(), peer.std[place].cpu()
-    edges = [_edges(mean, BINS, False), _edges(scale, LEVELS, _is_wide(scale))]
+    wide = bool(scale.min() > 0 and scale.max() > WIDE * scale.min())
+    edges = [_edges(mean, BINS, False), _edges(scale, LEVELS, wide)]
     count = torch.zeros(BINS * LEVELS, dtype=torch.int64)
     for parts in zip(mean.split(PART), scale.split(PART), strict=True):
         x, y = (torch.bucketize(v.double(), edge[1:-1], right=True) for v, edge in zip(parts, edges, strict=True))
@@ -143,10 +144,6 @@ def _of_components(peer: Shared, place: slice) -> Record:
 def _some(points: Tensor) -> Record:
     chosen = points[permutation(Address(0, "figure", "marks"), len(points), "cpu")[:MARKS]]
     return {"count": len(points), "mean": chosen[:, 0].tolist(), "scale": chosen[:, 1].abs().tolist()}
-
-
-def _is_wide(scale: Tensor) -> bool:
-    return bool(scale.min() > 0 and scale.max() > WIDE * scale.min())
 
 
 def _edges(values: Tensor, bins: int, by_logarithm: bool) -> Tensor:

@@ -120,7 +120,7 @@ def _images(run: Run, given: Any) -> NewInputs:
             array = array[None]
         if tuple(array.shape[1:]) == shape:  # as they were learnt
             images = torch.as_tensor(array)
-            return NewInputs.of("image", ArraySplit(_single(images)))
+            return NewInputs.of("image", ArraySplit(images.float() if images.is_floating_point() else images))
         items = [array] if _is_one_image(array, channels, (height, width)) else list(array)
     else:
         items = _listed(given)
@@ -143,10 +143,6 @@ def _images(run: Run, given: Any) -> NewInputs:
     paths = [Path(item) for item in items]
     count = sum(map(_count_files, paths))  # before any is predicted: what is not there is told at once
     return NewInputs("file", count, lambda: itertools.chain.from_iterable(map(_files, paths)), read)
-
-
-def _single(images: Tensor) -> Tensor:
-    return images.float() if images.is_floating_point() else images
 
 
 def _is_one_image(array: Any, channels: int, sides: tuple[int, int]) -> bool:

@@ -448,7 +448,9 @@ class Run(Mapping[str, Posterior]):
 
     def network_inputs(self) -> networks.Inputs:
         """Return what its networks know of the data."""
-        return networks.Inputs(**_tuples(self.said("inputs")))
+        said: dict[str, Any] = self.said("inputs")
+        shape, mean, std = (tuple(said[key]) for key in ("shape", "mean", "std"))
+        return networks.Inputs(**said | {"shape": shape, "mean": mean, "std": std})
 
     def network(self, peer: str) -> nn.Module:
         """Build a peer's network, with initial weights."""
@@ -708,7 +710,3 @@ def _parse_json(data: bytes, origin: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InputError(f"{origin}: expected a JSON object, found {type(parsed).__name__}")
     return parsed
-
-
-def _tuples(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in inputs.items()}

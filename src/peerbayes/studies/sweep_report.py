@@ -83,15 +83,11 @@ def _objective(sweep: Sweep) -> tuple[str, float]:
     return f"validation {name}" + " (%)" * (scale == 100), scale
 
 
-def _values(sweep: Sweep, row: Record, scale: float) -> list[float]:
-    return [seed[sweep.objective] * scale for seed in row["seeds"].values()]
-
-
 def _error_bars(axes: Any, sweep: Sweep, rows: Sequence[Record], positions: Sequence[float], upright: bool) -> None:
     # A grey point for each seed and the mean in colour; the best setting differs in colour and shape.
     _, scale = _objective(sweep)
     for position, row in zip(positions, rows, strict=True):
-        values = _values(sweep, row, scale)
+        values = [seed[sweep.objective] * scale for seed in row["seeds"].values()]
         mean, error = row[sweep.objective]["mean"] * scale, row[sweep.objective]["standard_error"]
         best = row["rank"] == 1
         style = {"color": COLOURS[1] if best else COLOURS[0], "capsize": 3, "markersize": 7 if best else 5, "zorder": 3}

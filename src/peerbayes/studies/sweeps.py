@@ -26,6 +26,7 @@ from peerbayes.engine.processes import environment, pick_device
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.reports.scoring import basic_figures
 from peerbayes.runs.executor import DataCache, check_jobs, train_jobs
 from peerbayes.runs.folder import OTHERS
 from peerbayes.runs.plan import Job
@@ -271,11 +272,7 @@ class _Trainer:
         peers = []
         for name in run:
             log_p, labels, _, _ = run.predict_split(name, held, options.draws, self.how["device"])
-            peers.append({
-                "accuracy": metrics.accuracy(log_p.exp(), labels),
-                "nll": metrics.nll_from_log(log_p, labels),
-                "ece": metrics.ece(log_p.exp(), labels, options.ece_bins),
-            })  # fmt: skip
+            peers.append(basic_figures(log_p, labels, options.ece_bins))
         return {figure: statistics.fmean(peer[figure] for peer in peers) for figure in OBJECTIVES}
 
     def table(self) -> list[Row]:
