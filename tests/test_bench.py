@@ -12,8 +12,7 @@ from peerbayes import cli, networks
 from peerbayes.bench import measuring, theirs
 from peerbayes.bench.codebooks import VIT, SharedWeights, vit_weights
 from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of
-from peerbayes.bench.timing import Bench
-from peerbayes.bench.workload import THEIRS
+from peerbayes.bench.timing import THEIRS, Bench
 from peerbayes.inference import prediction
 from peerbayes.reports.figures import bench_figure, png
 from peerbayes.training.reporters import Reporter

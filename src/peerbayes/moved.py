@@ -49,13 +49,12 @@ _ROOMS = {
     },
     "sharing": {
         "codebook.build": "Sharing gradient_statistic share shared_weights",
-        "codebook.clustering": "em kmeans",
+        "codebook.clustering": "em kmeans thrifty",
         "math.gaussians": "Components log_density mahalanobis merged wasserstein2",
         "codebook.merging": "components_of merge",
         "codebook.neighbours": "nearest",
         "codebook.outliers": "blends outliers steepest",
         "codebook.peer": "blank_shared shared_of",
-        "codebook.rate_penalty": "thrifty",
         "codebook.trained": "merge_trained",
     },
 }

@@ -10,9 +10,8 @@ from torch import nn
 import peerbayes as pb
 from peerbayes import Address, MeanField
 from peerbayes.codebook.build import Sharing, _components_for, cholesky_of, gradient_statistic, share
-from peerbayes.codebook.clustering import em, kmeans
+from peerbayes.codebook.clustering import em, kmeans, thrifty
 from peerbayes.codebook.merging import merge
-from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.data import order, to_unit
 from peerbayes.errors import InputError
 from peerbayes.math.gaussians import Components

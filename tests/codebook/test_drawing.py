@@ -107,7 +107,7 @@ from codebooks import HERE, book, net
 from peerbayes.math import noise
 from peerbayes.codebook.shared import Shared
 from peerbayes.codebook.book import TINY
-from peerbayes.codebook.rows import drawn_from
+from peerbayes.codebook.book import drawn_from
 from peerbayes.kernels.shared_draw import shared_draw
 for sampling, size in itertools.product(("hierarchical", "moment", "mean"), (120, 121)):
     posterior = Shared(net() if size == 120 else torch.nn.Linear(11, 11), book(size), sampling=sampling)

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peerbayes.codebook import rate_penalty as thrift
+from peerbayes.codebook import clustering as thrift
 from peerbayes.codebook.build import Sharing, share
-from peerbayes.codebook.clustering import kmeans
+from peerbayes.codebook.clustering import kmeans, thrifty
 from peerbayes.codebook.coder import encode
 from peerbayes.codebook.neighbours import nearest
-from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField
@@ -141,7 +140,7 @@ def test_of_many_centres_the_near_ones_are_looked_at_and_it_is_still_the_cheapes
     plain = thrifty(points, part, 1e-3)
     assert len(plain[0]) > 500
     monkeypatch.setattr(thrift, "MANY", 100)
-    monkeypatch.setattr(thrift, "NEAR", near)
+    monkeypatch.setattr(thrift, "NEAREST", near)
     calls, nearby = [], thrift.nearest
     monkeypatch.setattr(thrift, "nearest", lambda *given: calls.append(given) or nearby(*given))
     for expected, found in zip(plain, thrifty(points, part, 1e-3), strict=True):

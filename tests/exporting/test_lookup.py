@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from codebooks import book, net
 from peerbayes import Shared
-from peerbayes.codebook.rows import rows_of
+from peerbayes.codebook.book import rows_of
 from peerbayes.exporting.lookup import PackedRows, pack, unpack
 
 

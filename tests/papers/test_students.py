@@ -22,8 +22,7 @@ from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.papers.catalogue import write_figure
 from peerbayes.papers.latentbe import distillation_figures as distilled
-from peerbayes.papers.latentbe.distillation_figures import draw_diversity, draw_line, draw_perturbations
-from peerbayes.papers.latentbe.entropy import draw_entropy
+from peerbayes.papers.latentbe.distillation_figures import draw_diversity, draw_entropy, draw_line, draw_perturbations
 from peerbayes.posteriors import Point, RankOne
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.run import Run

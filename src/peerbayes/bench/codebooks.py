@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from peerbayes import networks
-from peerbayes.bench.timing import Bench, Cohorts, Measured
-from peerbayes.bench.workload import PREDICTED
+from peerbayes.bench.timing import PREDICTED, Bench, Cohorts, Measured
 from peerbayes.codebook.book import Codebook
 from peerbayes.codebook.build import Sharing, share, shared_weights
 from peerbayes.codebook.shared import SAMPLINGS, Shared

@@ -20,8 +20,7 @@ from peerbayes import networks
 from peerbayes.bench import students, theirs
 from peerbayes.bench.codebooks import FIELD, LEARNING, VIT, SharedWeights
 from peerbayes.bench.ratios import NEEDS_GPU, RATIOS, figures_of, needed
-from peerbayes.bench.timing import Bench, Measured, sentence
-from peerbayes.bench.workload import CPU, DRAWS, PACKED, PREDICTED, QUICK, THEIRS, Workload
+from peerbayes.bench.timing import CPU, DRAWS, PACKED, PREDICTED, QUICK, THEIRS, Bench, Measured, Workload, sentence
 from peerbayes.choices import EngineName
 from peerbayes.codebook.shared import SAMPLINGS
 from peerbayes.engine.processes import environment, pick_device

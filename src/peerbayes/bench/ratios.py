@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from peerbayes.bench.timing import Measured
-from peerbayes.bench.workload import DRAWS, EPOCH, PACKED, PREDICTED, THEIRS
+from peerbayes.bench.timing import DRAWS, EPOCH, PACKED, PREDICTED, THEIRS, Measured
 from peerbayes.errors import InputError, nearest
 
 NEEDS_GPU = "needs a CUDA device"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from peerbayes import networks
-from peerbayes.bench.timing import Bench, Cohorts, Measured
-from peerbayes.bench.workload import PREDICTED
+from peerbayes.bench.timing import PREDICTED, Bench, Cohorts, Measured
 from peerbayes.engine.teachers import Teachers
 from peerbayes.posteriors.rank_one import RankOne
 from peerbayes.recipes.recipe import Recipe, load_recipe

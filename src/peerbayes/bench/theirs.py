@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from peerbayes import networks
-from peerbayes.bench.timing import Bench, Cohorts, Measured, sentence
-from peerbayes.bench.workload import THEIRS
+from peerbayes.bench.timing import THEIRS, Bench, Cohorts, Measured, sentence
 from peerbayes.recipes.recipe_data import network_inputs
 
 

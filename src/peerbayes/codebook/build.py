@@ -12,11 +12,10 @@ from pydantic import Field
 from torch import Tensor
 
 from peerbayes.codebook.book import SHARES, Codebook
-from peerbayes.codebook.clustering import em, kmeans, most_probable
+from peerbayes.codebook.clustering import em, kmeans, most_probable, thrifty
 from peerbayes.codebook.merging import RIDGE, components_of, merge, summed
 from peerbayes.codebook.neighbours import nearest
 from peerbayes.codebook.outliers import blends, outliers
-from peerbayes.codebook.rate_penalty import thrifty
 from peerbayes.codebook.shared import usually_shared
 from peerbayes.data.splits import Split, order
 from peerbayes.errors import InputError
@@ -49,7 +48,7 @@ class Sharing:
         em_steps: passes of expectation-maximisation over the components.
         thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
             over inliers), which also makes the number of components; 0 counts no bits. See
-            `peerbayes.codebook.rate_penalty.thrifty`.
+            `peerbayes.codebook.clustering.thrifty`.
         merge: options of `peerbayes.codebook.merging.merge`.
 
     Example:
@@ -136,7 +135,7 @@ def share(
     left = len(inside)
     if not left:
         raise InputError("all weights are outliers by their means or gradients; raise threshold or lower top")
-    count = options.components or max(1, min(MOST, max(left // MEMBERS, FEWEST), left // LEAST))
+    count = options.components or _components_for(left)
     if count > left:
         raise InputError(f"components is {count}, but there are only {left} weights that are no outliers")
     if options.outliers and options.smallest > left:
@@ -209,6 +208,10 @@ def share(
         "seconds": seconds,
     }
     return book, account
+
+
+def _components_for(inliers: int) -> int:
+    return max(1, min(MOST, max(inliers // MEMBERS, FEWEST), inliers // LEAST))
 
 
 def _typical_variance(points: Tensor, part: Tensor) -> float:

@@ -12,9 +12,21 @@ import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
-from peerbayes.codebook.book import Codebook, blank_codebook, check_codebook, drawn_at, drawn_with, in_file_order
+from peerbayes.codebook.book import (
+    Codebook,
+    Sampling,
+    blank_codebook,
+    check_codebook,
+    drawn_at,
+    drawn_from,
+    drawn_whole,
+    drawn_with,
+    in_file_order,
+    moments,
+    of_rows,
+    rows_of,
+)
 from peerbayes.codebook.file import EXACT, FIRST, packed, unpacked
-from peerbayes.codebook.rows import Sampling, drawn_from, drawn_whole, moments, of_rows, rows_of
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import gaussian_kl
 from peerbayes.math.noise import Address, normal, start

@@ -34,7 +34,7 @@ class PackedRows(nn.Module):
         self.register_buffer("words", pack(index_of(posterior), self.bits))
 
     def forward(self) -> Tensor:
-        """Return the row of every weight, int64 (size,), as `peerbayes.codebook.rows.rows_of` does."""
+        """Return the row of every weight, int64 (size,), as `peerbayes.codebook.book.rows_of` does."""
         symbols = unpack(self.words, self.bits, self.size)
         outlier, blended = symbols == self.components, symbols == self.components + 1
         first = self.components - 1

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from peerbayes.errors import InputError, nearest
 from peerbayes.importing import trusting
 from peerbayes.papers import pipeline
-from peerbayes.papers.latentbe import distillation_figures, entropy
+from peerbayes.papers.latentbe import distillation_figures
 from peerbayes.papers.renyi import alphas, curves
 from peerbayes.papers.weight_sharing import against_bytes, confidence
 from peerbayes.posteriors import storage
@@ -38,7 +38,7 @@ NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "posterior": (weights.posterior, weights.draw_posterior),
     "bytes": (against_bytes.size, against_bytes.draw_size),
     "confidence": (confidence.confidence, confidence.draw_confidence),
-    "entropy": (entropy.entropy, entropy.draw_entropy),
+    "entropy": (distillation_figures.entropy, distillation_figures.draw_entropy),
     "pipeline": (pipeline.pipeline, pipeline.draw_pipeline),
 }
 
