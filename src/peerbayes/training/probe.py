@@ -49,6 +49,8 @@ class Probe:
     def figures(self) -> list[str]:
         """Try the terms of the cohort's stage; return the names of its figures."""
         cohort, outputs = self.cohort, {}
+        if cohort.mixer is not None and self.images.dim() != 4:
+            raise InputError(f"mix '{cohort.mixer.kind}' is for images: set stages.*.mix.kind=none for texts")
         for name, posterior in cohort.peers.items():
             logits, features, weights = self._try_network(name, cohort.layers)
             outputs[name] = Output(posterior, weights, logits, features)
