@@ -68,6 +68,7 @@ class Cohort:
         self.draws = 1
         self._apart = False
         self.streams: dict[str, torch.cuda.Stream] = {}
+        self._keys: dict[tuple[str, str], Tensor] = {}  # of addresses; a captured step can't copy them to the device
         self._used: dict[str, None] = {}  # names of streams, since a block of `_forked` began; in order
         self.go_plain()
 
@@ -250,8 +251,8 @@ class Cohort:
                 # Dropout and the like; processes see different images, so they drop different units.
                 set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
             with self._own_stream(name):
-                begin = noise.start(address, self.device)
-                flat, std, extra = self.parts.place_peer(posterior, begin)
+                where = self._keys_of(address), noise.number_tensor(address, self.device)
+                flat, std, extra = self.parts.place_peer(posterior, *where)
                 logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
             drawn.append((Weights({}, flat, std), logits, features))
         weights, logits, features = drawn[0]
@@ -260,6 +261,12 @@ class Cohort:
                 logits = torch.cat([more for _, more, _ in drawn])
                 features = [torch.cat(rows) for rows in zip(*(more for _, _, more in drawn), strict=True)]
         return Output(posterior, weights, logits, dict(zip(self.layers, features, strict=True)))
+
+    def _keys_of(self, address: Address) -> Tensor:
+        place = address.owner, address.stream
+        if place not in self._keys:
+            self._keys[place] = noise.key_tensor(address, self.device)
+        return self._keys[place]
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:

@@ -145,13 +145,14 @@ class Probe:
     @torch.no_grad()
     def _try_network(self, peer: str, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
         posterior, device = self.cohort.peers[peer], self.cohort.device
-        begin = noise.start(Address(self.cohort.seed, peer, "step", 0), device)
+        address = Address(self.cohort.seed, peer, "step", 0)
+        where = noise.key_tensor(address, device), noise.number_tensor(address, device)
         with kept_buffers(posterior.network), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for training in (True, False):  # some networks return something else while they train
                 posterior.train(training)
                 try:
                     with torch.set_grad_enabled(training):
-                        flat, std, extra = place_peer(posterior, begin)
+                        flat, std, extra = place_peer(posterior, *where)
                         logits, features = posterior.training_pass(self.images, flat, extra, layers)
                 except InputError:
                     raise
