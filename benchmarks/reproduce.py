@@ -214,7 +214,7 @@ def pipeline() -> dict[str, Table]:
     }
 
 
-YARDSTICKS = ("plain", "ensemble2", "swag", "laplace", "ivon", "vanilla", "dml", "ours", "default")
+YARDSTICKS = ("plain", "ensemble2", "plain-peers", "swag", "laplace", "ivon", "vanilla", "dml", "ours", "default")
 
 
 def worth(

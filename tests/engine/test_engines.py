@@ -14,6 +14,7 @@ from torch import nn
 from learners import Recorder
 from peerbayes.api.fitting import fit
 from peerbayes.data import ArraySplit, Dataset, augment, from_arrays, order, to_unit
+from peerbayes.data.transforms.mix import Mixer
 from peerbayes.engine import engines as engine
 from peerbayes.engine import verification as verifying
 from peerbayes.engine.engines import pick
@@ -408,15 +409,20 @@ def different(one, two):
 
 
 TWO_STAGES = (small_stage(3), small_stage(2, feature_diversity={"layers": ["first", "second"]}))
+MIXED = (
+    small_stage(2, prediction_diversity={}) | {"mix": {"kind": "mixup"}, "draws": 2},
+    small_stage(3, likelihood={"label_smoothing": 0.1}) | {"mix": {"kind": "cutmix", "alpha": 0.5}},
+)
 
 
 @pytest.mark.gpu
 @quiet
 @pytest.mark.usefixtures("exact")
-def test_fifty_captured_steps_are_the_eager_ones_bit_for_bit():
+@pytest.mark.parametrize("stages", [TWO_STAGES, MIXED], ids=["plain", "mixed"])
+def test_fifty_captured_steps_are_the_eager_ones_bit_for_bit(stages):
     found = {}
     for name in ("eager", "captured"):
-        learner = small_learner(name, stages=TWO_STAGES)
+        learner = small_learner(name, stages=stages)
         learner.run()
         assert learner.engine.name == name
         assert learner.position.step == 50
@@ -461,6 +467,40 @@ def test_captured_steps_draw_what_their_addresses_say(device, name):
     for key in ("a", "b", "images"):
         assert not any(torch.equal(one[key], two[key]) for one, two in itertools.pairwise(seen))
     assert not torch.equal(seen[0]["a"] - seen[1]["a"], seen[0]["b"] - seen[1]["b"])
+
+
+def test_draws_of_a_step_are_at_addresses_of_their_own():
+    learner = small_learner("eager", stages=[small_stage(1) | {"draws": 3}], device="cpu")
+    cohort, posterior = learner.cohort, learner.peers["a"]
+    learner.feed.prepare(4)
+    logits = cohort.forward(Clock(4, 4, 0.4)).outputs["a"].logits
+    for draw, rows in enumerate(logits.chunk(3)):
+        where = Address(learner.seed, "a", f"step/{draw}" if draw else "step", 4)
+        posterior.train()
+        torch.testing.assert_close(posterior(cohort.images, posterior.draw(where)), rows)
+    assert not torch.allclose(logits[:8], logits[8:16])
+
+
+@ON_EITHER
+@quiet
+@pytest.mark.usefixtures("exact")
+def test_mixed_images_are_those_of_their_addresses_in_every_step(device, name):
+    learner = small_learner(name, stages=[small_stage(2) | {"mix": {"kind": "mixup"}}], augment=(), device=device)
+    cohort, kept, original = learner.cohort, {}, learner.cohort.forward
+
+    def noting(clock):
+        batch = original(clock)
+        for key, tensor in (("images", cohort.images), ("shares", batch.shares)):
+            kept.setdefault(key, torch.empty_like(tensor)).copy_(tensor)
+        return batch
+
+    cohort.forward = noting
+    for number in advance(learner, 12):
+        assert learner.engine.name == name
+        pixels, _ = learner.data.train.batch(indices(learner, number), torch.device(device))
+        mixed, shares = Mixer("mixup", 1.0, device)(to_unit(pixels), Address(learner.seed, "data", "mix", number))
+        assert torch.equal(kept["images"], mixed)
+        assert torch.equal(kept["shares"], shares)
 
 
 def indices(learner, number):

@@ -143,6 +143,14 @@ def test_integer_and_tensor_numbers_agree_exactly(number):
         assert tensor.item() == number  # the caller's counter is left alone
 
 
+@given(some.integers(0, (1 << 63) - 1))
+@pytest.mark.parametrize("address", [HERE, OLD], ids=["format 2", "format 1"])
+def test_keys_and_number_as_tensors_start_where_the_address_does(address, number):
+    address, device = address.at(number), torch.device("cpu")
+    found = noise.start_of(noise.key_tensor(address, device), noise.number_tensor(address, device))
+    assert torch.equal(found, start(address))
+
+
 def test_a_tensor_number_decides_the_device():
     number = torch.zeros((), dtype=torch.int64, device="meta")
     assert bits(HERE.at(number), 3).device.type == "meta"

@@ -26,6 +26,7 @@ ALL = {
     "mutual": {"temperature": 3.0},
     "weight_diversity": {},
     "feature_diversity": {"layers": ["stage2", "stage3"]},
+    "prediction_diversity": {},
 }
 
 
@@ -95,6 +96,33 @@ def test_likelihood_is_mean_negative_log_probability():
     p = batch.outputs["a"].logits.double().softmax(-1)
     by_hand = -sum(math.log(number(p[i, y])) for i, y in enumerate(batch.labels.tolist())) / 6
     assert number(value(batch, "likelihood", weight=0.5)) == pytest.approx(0.5 * by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize("shares", [None, torch.tensor([0.9, 0.8, 0.5, 0.3, 0.6, 1.0])])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_likelihood_of_mixed_images_is_the_cross_entropy_of_soft_targets(shares, smoothing):
+    batch = cohort()
+    batch.shares = shares
+    target = F.one_hot(batch.labels, 5).double()
+    if shares is not None:
+        target = shares[:, None] * target + (1 - shares[:, None]) * target.flip(0)
+    target = (1 - smoothing) * target + smoothing / 5
+    expected = F.cross_entropy(batch.outputs["a"].logits.double(), target)
+    assert number(value(batch, "likelihood", label_smoothing=smoothing)) == pytest.approx(number(expected), rel=1e-5)
+
+
+def test_all_draws_of_a_step_count_in_the_likelihood_and_meet_those_of_the_other_peer():
+    batch = cohort()
+    drawn = {name: [output.logits, output.logits.flip(1)] for name, output in batch.outputs.items()}
+    each = []
+    for pick in (0, 1):
+        for name, output in batch.outputs.items():
+            output.logits = drawn[name][pick]
+        each.append([number(value(batch, term)) for term in ("likelihood", "mutual")])
+    for name, output in batch.outputs.items():
+        output.logits = torch.cat(drawn[name])
+    both = [number(value(batch, term)) for term in ("likelihood", "mutual")]
+    assert both == pytest.approx([sum(pair) / 2 for pair in zip(*each, strict=True)], rel=1e-5)
 
 
 def named_kl(posterior):
@@ -292,6 +320,38 @@ def test_sum_reduction_of_fresh_resnet20s_has_exactly_zero_gradient(resnets):
     gradients = torch.autograd.grad(found, [resnets["a"].mean, resnets["a"].rho])
     assert number(found) == 0
     assert not any(g.any() for g in gradients)
+
+
+# ---- diversity of predictions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shares", [None, torch.full((6,), 0.5)])
+def test_prediction_diversity_is_the_overlap_of_what_peers_would_mistake_images_for(shares):
+    batch = cohort(3)
+    batch.shares = shares
+    labels, overlap = batch.labels.tolist(), []
+    for other, image in itertools.product("bc", range(6)):
+        label = {labels[image]} if shares is None else {labels[image], labels[5 - image]}
+        rest = [c for c in range(5) if c not in label]
+        p, q = (batch.outputs[name].logits[image, rest].double().softmax(-1) for name in ("a", other))
+        overlap.append(number((p * q).sqrt().sum()))
+    assert number(value(batch, "prediction_diversity", weight=2.0)) == pytest.approx(2 * sum(overlap) / 12, rel=1e-5)
+
+
+def test_prediction_diversity_leaves_the_label_alone():
+    batch = cohort()
+    logits = batch.outputs["a"].logits
+    gradient = torch.autograd.grad(value(batch, "prediction_diversity"), logits)[0]
+    on_labels = gradient.gather(1, batch.labels[:, None])
+    assert not on_labels.any()
+    assert gradient.any()
+
+
+def test_prediction_diversity_of_two_classes_is_inert_and_finite():
+    batch = with_logits(torch.randn(4, 2), torch.randn(4, 2))
+    for shares in (None, torch.full((4,), 0.5)):
+        batch.shares, batch.labels = shares, torch.tensor([0, 0, 1, 1])
+        assert number(value(batch, "prediction_diversity")) == pytest.approx(1.0)
 
 
 def small_recipe(given, **changes):
@@ -582,7 +642,7 @@ def test_joint_backward_equals_separate_backward_passes():
 def test_a_peer_alone_has_no_mutual_or_diversity_loss():
     batch = cohort(1)
     helpers(batch, layers=["stage2", "stage3"])
-    for name in ("mutual", "weight_diversity", "feature_diversity"):
+    for name in ("mutual", "weight_diversity", "feature_diversity", "prediction_diversity"):
         assert number(value(batch, name, **ALL[name])) == 0
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.loader import Feed
+from peerbayes.data.transforms.mix import Mixer
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts, learnt, norm_and_value, term_value
@@ -61,8 +62,11 @@ class Cohort:
         self.device = next(iter(peers.values())).device
         self.teachers = teachers
         self.perturb: Perturbation | None = None
+        self.mixer: Mixer | None = None
+        self.draws = 1
         self._apart = False
         self.streams: dict[str, torch.cuda.Stream] = {}
+        self._keys: dict[tuple[str, str], Tensor] = {}  # of addresses; a captured step can't copy them to the device
         self._used: dict[str, None] = {}  # names of streams, since a block of `_forked` began; in order
         self.go_plain()
 
@@ -75,6 +79,8 @@ class Cohort:
             keys: names of the figures that are summed up over an epoch.
         """
         self.state, self.layers, self.keys = state, layers, keys
+        mix, self.draws = state.settings.mix, state.settings.draws or 1
+        self.mixer = None if mix is None else Mixer(mix.kind, mix.alpha, self.device)  # type: ignore[arg-type]
         options = state.settings.perturb
         self.perturb = None if options is None else Perturbation(options, self.teachers, self.peers, self.seed)
         self.sums = torch.zeros(len(keys), dtype=torch.float64, device=self.device)
@@ -189,6 +195,9 @@ class Cohort:
         first = self.world.rank * self.feed.batch_size
         augment = [name for name in self.recipe.data.augment if name not in self.feed.augmented]
         prepared = self.parts.prepare_images(images, augment, self.seed, self.feed.owner, clock.step, first)
+        shares = None
+        if self.mixer is not None:
+            prepared, shares = self.mixer(prepared, Address(self.seed, self.feed.owner, "mix", clock.step), first)
         self.images, teachers = self.perturb_and_teach(prepared, clock.step, first)
         with self._forked():
             outputs = {name: self.output(name, clock) for name in self.peers}
@@ -201,6 +210,7 @@ class Cohort:
             epoch=clock.epoch,
             gather=self.gather,
             teachers=teachers,
+            shares=shares,
         )
 
     def perturb_and_teach(self, images: Tensor, number: int | Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -232,16 +242,29 @@ class Cohort:
         """
         posterior = self.peers[name]
         posterior.train()
-        address = Address(self.seed, name, "step", clock.step)
-        if not isinstance(clock.step, Tensor):
-            # Dropout and the like; processes see different images, so they drop different units.
-            set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
-        with self._own_stream(name):
-            begin = noise.start(address, self.device)
-            flat, std, extra = self.parts.place_peer(posterior, begin)
-            logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
-        outputs = dict(zip(self.layers, features, strict=True))
-        return Output(posterior, Weights({}, flat, std), logits, outputs)
+        drawn: list[tuple[Weights, Tensor, list[Tensor]]] = []
+        for number in range(self.draws if posterior.stochastic else 1):
+            address = Address(self.seed, name, f"step/{number}" if number else "step", clock.step)
+            if not isinstance(clock.step, Tensor):
+                # Dropout and the like; processes see different images, so they drop different units.
+                set_global_seed(address.sub("network" if self.world.size == 1 else f"network/{self.world.rank}"))
+            with self._own_stream(name):
+                where = self._keys_of(address), noise.number_tensor(address, self.device)
+                flat, std, extra = self.parts.place_peer(posterior, *where)
+                logits, features = self.parts.run_peer(posterior, self.images, flat, extra, self.layers, self.autocast)
+            drawn.append((Weights({}, flat, std), logits, features))
+        weights, logits, features = drawn[0]
+        if len(drawn) > 1:  # rows of the first draw come first, as those of members do
+            with self._own_stream(name):
+                logits = torch.cat([more for _, more, _ in drawn])
+                features = [torch.cat(rows) for rows in zip(*(more for _, _, more in drawn), strict=True)]
+        return Output(posterior, weights, logits, dict(zip(self.layers, features, strict=True)))
+
+    def _keys_of(self, address: Address) -> Tensor:
+        place = address.owner, address.stream
+        if place not in self._keys:
+            self._keys[place] = noise.key_tensor(address, self.device)
+        return self._keys[place]
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:

@@ -58,15 +58,16 @@ def learnt(posterior: Posterior) -> list[nn.Parameter]:
     return [p for p in posterior.parameters() if p.requires_grad and p.numel()]
 
 
-def place_peer(posterior: Posterior, begin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `run_peer` needs of one draw, whose noise starts at ``begin``; see `Posterior.training_weights`.
+def place_peer(posterior: Posterior, keys: Tensor, number: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `run_peer` needs of one draw; see `Posterior.training_weights`.
 
     Args:
         posterior: that is drawn from.
-        begin: where its noise starts.
+        keys: of the draw's address, from `noise.key_tensor`.
+        number: of the draw's address, from `noise.number_tensor`.
     """
-    eps = noise.normal_from(begin, posterior.noise_size) if posterior.noise_size else None
-    return posterior.training_weights(eps)
+    size = posterior.noise_size
+    return posterior.training_weights(noise.normal_from(noise.start_of(keys, number), size) if size else None)
 
 
 def run_peer(

@@ -132,12 +132,19 @@ def start(address: Address, device: torch.device | str | None = None) -> Tensor:
         address: whose noise it is.
         device: where to put it; by default where a tensor ``number`` lives, or else torch's default device.
     """
-    number = address.number
-    if isinstance(number, Tensor):
-        number = number.to(device=device, dtype=torch.int64).reshape(1)
-    else:
-        number = torch.full((1,), number, dtype=torch.int64, device=device)
-    return start_at(keys_of(address), number)
+    return start_at(keys_of(address), number_tensor(address, device))
+
+
+def number_tensor(address: Address, device: torch.device | str | None = None) -> Tensor:
+    """Return the number of an address as a tensor, int64 (1,).
+
+    Args:
+        address: whose number it is.
+        device: where to put it; by default as in `start`.
+    """
+    if isinstance(address.number, Tensor):
+        return address.number.to(device=device, dtype=torch.int64).reshape(1)
+    return torch.full((1,), address.number, dtype=torch.int64, device=device)
 
 
 def keys_of(address: Address) -> tuple[int, int | None]:
@@ -145,6 +152,29 @@ def keys_of(address: Address) -> tuple[int, int | None]:
     if format_of(address.seed) == 1:
         return address.key, None
     return address.key, stream_key(address.seed, address.owner, f"{address.stream}\0stride")
+
+
+def key_tensor(address: Address, device: torch.device) -> Tensor:
+    """Return an address's keys as a tensor for `start_of`, int64 (2,), or (1,) in format 1.
+
+    Args:
+        address: whose keys they are; its number does not count.
+        device: where to put them.
+    """
+    return torch.tensor([key for key in keys_of(address) if key is not None], device=device)
+
+
+def start_of(keys: Tensor, number: Tensor) -> Tensor:
+    """Return what `start` does, of `key_tensor` and `number_tensor`: one kernel where it is compiled.
+
+    Args:
+        keys: int64 (2,), or (1,) in format 1.
+        number: int64 (1,).
+    """
+    begin = _mix(number * GAMMA + keys)
+    if len(keys) == 1:
+        return torch.cat([begin, torch.full_like(begin, GAMMA)])
+    return begin.bitwise_or_(torch.arange(2, device=begin.device))
 
 
 def start_at(keys: tuple[int, int | None], number: Tensor, fork: Tensor | None = None) -> Tensor:

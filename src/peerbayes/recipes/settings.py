@@ -143,6 +143,19 @@ class Perturb(Strict):
     temperature: PositiveFloat = 1.0
 
 
+class Mix(Strict):
+    """Mix images of a batch in pairs, and learn both labels by their shares; see `peerbayes.data.transforms.mix.Mixer`.
+
+    Attributes:
+        kind: ``mixup`` averages two images, ``cutmix`` puts a box of one into the other. ``none`` stands for no such
+            table.
+        alpha: of Beta(alpha, alpha), from which the share of an image is drawn.
+    """
+
+    kind: Literal["mixup", "cutmix", "none"]
+    alpha: PositiveFloat = 1.0
+
+
 class Optimizer(Strict):
     """An optimiser of torch.optim, or ``ivon``; see `peerbayes.engine.ivon.Ivon`.
 
@@ -204,7 +217,10 @@ class Stage(Strict):
         lr_schedule: ``milestones``, or ``cosine`` to 0 over the stage, by step.
         lr_factor: what the learning rate is multiplied by at a milestone.
         warmup: epochs of linear warm-up.
+        mix: mix images in pairs, before they are perturbed.
         perturb: steps of the images before anybody sees them.
+        draws: of each stochastic peer in a step, averaged in the loss; 1 by default. Each costs a forward and a
+            backward pass.
         freeze_rest: leave alone what is not Bayesian: batch-norm's scales and shifts, say. Its statistics still move.
         terms: options by term name; the loss is their sum.
     """
@@ -215,7 +231,9 @@ class Stage(Strict):
     lr_milestones: list[PositiveInt] = []
     lr_factor: PositiveFloat = 0.1
     warmup: NotNegativeFloat = 0.0
+    mix: Mix | None = None
     perturb: Perturb | None = None
+    draws: PositiveInt | None = None
     freeze_rest: bool = False
     terms: dict[str, dict[str, Any]]
 
@@ -231,9 +249,9 @@ class Stage(Strict):
                 raise ValueError(f"ivon learns scales from draws alone, and {name} pulls at them; leave it out")
         return self
 
-    @field_validator("perturb")
+    @field_validator("mix", "perturb")
     @classmethod
-    def _no_steps(cls, given: Perturb | None) -> Perturb | None:
+    def _none(cls, given: Mix | Perturb | None) -> Mix | Perturb | None:
         # A line such as --set can change a table, but not take it away.
         return None if given is None or given.kind == "none" else given
 

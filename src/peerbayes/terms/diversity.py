@@ -1,4 +1,4 @@
-"""Keep peers different: in their weights, and in how their features relate the images of a batch."""
+"""Keep peers different: in their weights, in how their features relate a batch's images, and in their mistakes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from peerbayes.errors import InputError, OptionError
 from peerbayes.math import divergences
 from peerbayes.terms.definition import Shapes, term
 from peerbayes.terms.fusion import Fusion, vectors
+from peerbayes.terms.schedules import NotNegative
 from peerbayes.terms.step import Step
 
 Form = Literal["softplus", "linear"]
@@ -167,7 +168,7 @@ def _task_loss(step: Step, peer: str, layers: list[str]) -> Tensor:
     # Trains the fusion and its head alone: the features come detached.
     module = step.module(peer)
     assert isinstance(module, Fusion)
-    loss = F.cross_entropy(module.classify([step.features(peer, layer).detach() for layer in layers]), step.labels)
+    loss = step.cross_entropy(module.classify([step.features(peer, layer).detach() for layer in layers]))
     step.note("task", loss)
     return loss
 
@@ -184,3 +185,26 @@ def _raw_distance(step: Step, peer: str, other: str, layers: list[str], distance
         gap = mine - theirs
         values.append(gap.abs().mean() if distance == "l1" else gap.square().mean())
     return torch.stack(values).mean()
+
+
+@term(between_peers=True)
+def prediction_diversity(step: Step, peer: str, *, weight: NotNegative = 1.0) -> Tensor:
+    """Return weight · mean over j≠i of (1/B) Σ_b Σ_c √(p̃_ibc p̃_jbc), the other peer's p̃_j detached.
+
+    p̃ are the probabilities of the classes that are not the image's label, made to sum to 1. The Bhattacharyya
+    coefficient Σ √(p̃_i p̃_j) is 1 where peers would make the same mistakes, and 0 where they would never. What a peer
+    thinks of the label itself is left to the likelihood.
+
+    Args:
+        step: the step, as the peer sees it.
+        peer: the peer's name, i.
+        weight: factor of the term.
+    """
+    logits = step.logits(peer)
+    label = step.is_label(logits.shape[-1])
+
+    def mistakes(name: str) -> Tensor:
+        # Not −∞: with two classes, both labels of a mixed image leave nothing.
+        return step.logits(name).masked_fill(label, -1e9).log_softmax(-1)
+
+    return weight * step.average(peer, lambda other: (0.5 * (mistakes(peer) + mistakes(other))).exp().sum(-1).mean())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from peerbayes.terms.definition import term
@@ -13,15 +13,21 @@ from peerbayes.terms.step import Step
 
 
 @term
-def likelihood(step: Step, peer: str, *, weight: float = 1.0) -> Tensor:
-    """Return weight · (1/B) Σ_b −log p(y_b | x_b, w), at one draw w.
+def likelihood(
+    step: Step, peer: str, *, weight: float = 1.0, label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+) -> Tensor:
+    """Return weight · (1/B) Σ_b −log p(y_b | x_b, w), at one draw w, or averaged over the draws of the step.
+
+    Of mixed images it is the sum over both labels, by their shares. ``label_smoothing`` ε makes the target
+    (1 − ε) onehot(y) + ε / C.
 
     Args:
         step: the step, as the peer sees it.
         peer: the peer's name.
         weight: factor of the term.
+        label_smoothing: ε; 0 by default.
     """
-    return weight * F.cross_entropy(step.logits(peer), step.labels)
+    return weight * step.cross_entropy(step.logits(peer), label_smoothing or 0.0)
 
 
 @term

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor
 
@@ -117,7 +116,7 @@ def mutual(
     values = torch.cat([_losses(step, peer, alike) for alike in _grouped(mine)])
     if graph != "best_to_rest":
         return values.mean()
-    losses = torch.stack([F.cross_entropy(step.logits(name).detach(), step.labels) for name in step.peers])
+    losses = torch.stack([step.cross_entropy(step.logits(name).detach()) for name in step.peers])
     best = losses.argmin()
     teaches = torch.stack([best == step.peers.index(lesson.teacher) for lesson in mine])
     return (values * teaches).sum()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerbayes.errors import InputError
@@ -54,7 +55,7 @@ class Batch:
     """One batch as all peers have seen it.
 
     Attributes:
-        labels: (B,), int64.
+        labels: (B,), int64; of mixed images those of the first of both.
         outputs: by peer name.
         modules: trainable helpers of terms, by (term, peer).
         train_size: images in the training split.
@@ -63,6 +64,8 @@ class Batch:
         gather: makes rows of the whole batch of those of this process; None where they are the whole.
         teachers: logits of the teachers, (M, B, C); None where there are none.
         notes: figures that terms want to be logged, by (peer, name); filled by the terms.
+        shares: where images are mixed, the share of ``labels`` in each, (B,). The other label of an image is that of
+            the mirrored place in the batch.
 
     Example:
         >>> import torch
@@ -81,6 +84,7 @@ class Batch:
     gather: Callable[[Tensor], Tensor] | None = None
     teachers: Tensor | None = None
     notes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    shares: Tensor | None = None
 
 
 class Step:
@@ -113,8 +117,36 @@ class Step:
 
     @property
     def labels(self) -> Tensor:
-        """Labels, (B,); of a peer with M members those of all its rows, (M·B,)."""
+        """Labels, (B,); of a peer with M members those of all its rows, (M·B,). Of mixed images the first one."""
         return self._batch.labels.repeat(self.members(self._owner))
+
+    def cross_entropy(self, logits: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return the mean cross-entropy of logits (M·B, C) to the labels; of mixed images to both, by their shares.
+
+        Args:
+            logits: rows as those of the step's own peer.
+            smoothing: share of the target that is spread evenly over all classes.
+        """
+        shares, labels = self._batch.shares, self.labels
+        if shares is None:
+            return F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        members = self.members(self._owner)
+        first, other = (
+            F.cross_entropy(logits, target.repeat(members), reduction="none", label_smoothing=smoothing)
+            for target in (self._batch.labels, self._batch.labels.flip(0))
+        )
+        return torch.lerp(other, first, shares.repeat(members)).mean()
+
+    def is_label(self, classes: int) -> Tensor:
+        """Return which classes are labels of each row, (M·B, C): one, or both of a mixed image.
+
+        Args:
+            classes: C.
+        """
+        mask = F.one_hot(self._batch.labels, classes).bool()
+        if self._batch.shares is not None:
+            mask = mask | mask.flip(0)
+        return mask.repeat(self.members(self._owner), 1)
 
     @property
     def train_size(self) -> int:
@@ -141,7 +173,7 @@ class Step:
         return [name for name in self._batch.outputs if name != peer]
 
     def members(self, peer: str) -> int:
-        """Return the number of a peer's members, each with its own rows; 1 for all but rank-one posteriors."""
+        """Return the number of a peer's members, each with its own rows: those of a rank-one posterior, times draws."""
         return len(self._batch.outputs[peer].logits) // len(self._batch.labels)
 
     def logits(self, peer: str) -> Tensor:
@@ -173,7 +205,7 @@ class Step:
         return self._guard(peer, self._batch.outputs[peer].features[layer])
 
     def weights(self, peer: str) -> Tensor:
-        """Return the drawn Bayesian weights, flat (size,)."""
+        """Return the drawn Bayesian weights, flat (size,); of several draws the first."""
         return self._guard(peer, self._batch.outputs[peer].weights.flat)
 
     def mean(self, peer: str) -> Tensor:

@@ -48,6 +48,8 @@ class Probe:
     def figures(self) -> list[str]:
         """Try the terms of the cohort's stage; return the names of its figures."""
         cohort, outputs = self.cohort, {}
+        if cohort.mixer is not None and self.images.dim() != 4:
+            raise InputError(f"mix '{cohort.mixer.kind}' is for images: set stages.*.mix.kind=none for texts")
         for name, posterior in cohort.peers.items():
             logits, features, weights = self._try_network(name, cohort.layers)
             outputs[name] = Output(posterior, weights, logits, features)
@@ -142,13 +144,14 @@ class Probe:
     @torch.no_grad()
     def _try_network(self, peer: str, layers: list[str]) -> tuple[Tensor, dict[str, Tensor], Weights]:
         posterior, device = self.cohort.peers[peer], self.cohort.device
-        begin = noise.start(Address(self.cohort.seed, peer, "step", 0), device)
+        address = Address(self.cohort.seed, peer, "step", 0)
+        where = noise.key_tensor(address, device), noise.number_tensor(address, device)
         with kept_buffers(posterior.network), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for training in (True, False):  # some networks return something else while they train
                 posterior.train(training)
                 try:
                     with torch.set_grad_enabled(training):
-                        flat, std, extra = place_peer(posterior, begin)
+                        flat, std, extra = place_peer(posterior, *where)
                         logits, features = posterior.training_pass(self.images, flat, extra, layers)
                 except InputError:
                     raise
