@@ -240,11 +240,11 @@ def test_the_best_epoch_is_one_of_the_last_stage():
     found = [line["peers"]["a"]["valid_accuracy"] for line in lines]
     assert max(found[:4]) > max(found[4:]) > found[-1]
     assert accuracy(learner.peers["a"], made_data().validation) == pytest.approx(found[-1])
-    learner.take_best()
+    learner.evaluator.take_best()
     assert accuracy(learner.peers["a"], made_data().validation) == pytest.approx(max(found[4:]))
     last = learning(keep="last")
     last.run()
-    last.take_best()
+    last.evaluator.take_best()
     assert accuracy(last.peers["a"], made_data().validation) == pytest.approx(found[-1])
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.scores import (
-    check_bins,
     check_labels,
     check_log_probabilities,
     check_probabilities,
@@ -270,6 +269,13 @@ def _confidence(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     confidence, predicted = values.max(-1)
     # Two numbers an image: binning them on the CPU is cheap and gives the same sums for every device.
     return confidence.cpu(), (predicted == labels).double().cpu()
+
+
+def check_bins(bins: int) -> int:
+    """Return the number of bins, which must be positive."""
+    if bins < 1:
+        raise InputError(f"bins: got {bins}; expected 1 or more")
+    return bins
 
 
 def _equal_width_bin(confidence: Tensor, bins: int, dtype: torch.dtype) -> Tensor:

@@ -107,13 +107,6 @@ def check_vector(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def check_bins(bins: int) -> int:
-    """Return the number of bins, which must be positive."""
-    if bins < 1:
-        raise InputError(f"bins: got {bins}; expected 1 or more")
-    return bins
-
-
 def sorted_with_shared_ties(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Sort ``values`` by ascending ``keys``; equal keys share the mean of their values.
 

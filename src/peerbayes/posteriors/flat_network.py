@@ -19,11 +19,9 @@ from peerbayes.networks.running import capture
 from peerbayes.posteriors.parameters import (
     Predicate,
     digest_of,
-    first_names,
     release_recurrent_weights,
     require_same,
     take_parameters,
-    under_first_names,
 )
 
 
@@ -332,3 +330,21 @@ def _state_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if isinstance(source, FlatNetwork):
         source = source.materialise()
     return dict(source.state_dict() if isinstance(source, nn.Module) else source)
+
+
+def first_names(network: nn.Module) -> dict[str, str]:
+    # Every name of a trainable parameter, also by way of a layer that has two names, and the first of them.
+    first: dict[int, str] = {}
+    every = network.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every if parameter.requires_grad}
+
+
+def under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return a state by the first names of its tensors; files may hold a tied one under any of its names, or all.
+
+    Args:
+        state: tensors by name.
+        first: the first name of every name, from `first_names`.
+    """
+    named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
+    return {home: tensor for name, home, tensor in named if name == home or home not in state}

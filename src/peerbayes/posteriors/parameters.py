@@ -110,24 +110,6 @@ def take_parameters(
     return chosen, others, aliases
 
 
-def first_names(network: nn.Module) -> dict[str, str]:
-    # Every name of a trainable parameter, also by way of a layer that has two names, and the first of them.
-    first: dict[int, str] = {}
-    every = network.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in every if parameter.requires_grad}
-
-
-def under_first_names(state: Mapping[str, Tensor], first: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return a state by the first names of its tensors; files may hold a tied one under any of its names, or all.
-
-    Args:
-        state: tensors by name.
-        first: the first name of every name, from `first_names`.
-    """
-    named = ((name, first.get(name, name), tensor) for name, tensor in state.items())
-    return {home: tensor for name, home, tensor in named if name == home or home not in state}
-
-
 def _refresh_recurrent_weights(module: nn.Module, _inputs: Any) -> None:
     # Recurrent modules keep a list of their own beside the parameters; functional_call does not know of it.
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # type: ignore[union-attr,assignment]

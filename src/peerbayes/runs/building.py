@@ -49,7 +49,7 @@ def build_peer(
         normalize: how the network expects its images; see `peerbayes.networks.normalised`.
         trained: whether ``network`` is known to be trained.
     """
-    inputs, kind, who = network_inputs(data), peer.posterior.posterior_class, _network_of(peer.name)
+    inputs, kind, who = network_inputs(data), peer.posterior.posterior_class, f"the network of peer '{peer.name}'"
     if isinstance(start, Posterior):
         _normalise(start, normalize, inputs, who)
     elif network is not None:
@@ -80,10 +80,6 @@ def build_peer(
     elif named:
         change_own(posterior.network, normalize, inputs)
     return posterior
-
-
-def _network_of(peer: str) -> str:
-    return f"the network of peer '{peer}'"
 
 
 def _normalise(posterior: Posterior, normalize: Choice, inputs: networks.Inputs, who: str) -> None:
@@ -134,7 +130,7 @@ def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Poster
     """Return the posteriors that were given, where they learn."""
     for name, posterior in node.job.given.peers.items():
         posterior.to(device)
-        _normalise(posterior, node.job.given.normalize, network_inputs(data), _network_of(name))
+        _normalise(posterior, node.job.given.normalize, network_inputs(data), f"the network of peer '{name}'")
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = data.shape, data.class_names
     return dict(node.job.given.peers)

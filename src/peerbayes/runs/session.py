@@ -308,7 +308,7 @@ class Session:
         """Write the trained posteriors."""
         if not self.world.is_first:
             return
-        self.learner.take_best()
+        self.learner.evaluator.take_best()
         for name, posterior in self.peers.items():
             posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
             posterior.provenance = Provenance(depth=self.lineage_depth, state="trained")

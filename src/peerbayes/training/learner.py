@@ -310,10 +310,6 @@ class Learner:
                         self.reporter.warn(sentence(peer, group, change, epoch))
         return moved
 
-    def take_best(self) -> None:
-        """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
-        self.evaluator.take_best()
-
     def _pull_sums(self) -> None:
         # The sums, of means over the processes, stay on the device until somebody has to see them.
         for posterior in self.peers.values():

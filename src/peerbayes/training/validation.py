@@ -119,6 +119,6 @@ class EpochEvaluator:
             self.best[peer] = {name: tensor.detach().clone() for name, tensor in self.peers[peer].state().items()}
 
     def take_best(self) -> None:
-        """Put every peer back to its best epoch."""
+        """Put every peer back to its best epoch, where the recipe wants that. There is no going on from there."""
         for peer, tensors in self.best.items():
             self.peers[peer].load_state(tensors, f"the best epoch of peer '{peer}'")
