@@ -65,7 +65,7 @@ def test_a_chain_is_trained_from_its_end(place):
     assert order(resolve(jobs("one"))) == [["one"]]  # its source is there now
     (finished,) = resolve([Job(load_recipe("three.toml"), Path("runs/three-seed0"))]).targets
     assert finished.finished
-    assert resolve([finished.job]).waves == []
+    assert resolve([finished]).waves == []
 
 
 def test_a_peer_that_starts_from_a_run_of_the_plan_waits_for_it(place):

@@ -474,7 +474,7 @@ def test_without_a_terminal_lines_carry_their_label():
 
 
 def test_packs_never_share_streams_or_buffers():
-    jobs = [Node(Job(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n)) for n in range(24)]
+    jobs = [Node(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n) for n in range(24)]
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert [len(wave) for wave in How().waves(jobs, gpu)] == [8, 8, 8]  # 32 streams, 3 a pair: at most 10
     assert [len(wave) for wave in How(pack=24).waves(jobs, gpu)] == [8, 8, 8]

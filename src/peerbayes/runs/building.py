@@ -105,13 +105,13 @@ def build_peers(
         depth: trainings that lie behind it.
         rehearse: build stand-ins: of codebooks, and of peers that start from what is not trained yet.
     """
-    if node.job.given.peers:
+    if node.given.peers:
         return _placed(node, data, device)
     peers = {}
     for peer in node.recipe.peers:
         stands_in = rehearse and peer.posterior.posterior_class.made_of_posterior
         start = None if stands_in else _start(node, peer, data, rehearse)
-        network = node.job.given.networks.get(peer.name)
+        network = node.given.networks.get(peer.name)
         peers[peer.name] = build_peer(
             peer,
             data,
@@ -120,20 +120,20 @@ def build_peers(
             start=start,
             network=network,
             depth=depth,
-            normalize=node.job.given.normalize,
-            trained=node.job.given.trained,
+            normalize=node.given.normalize,
+            trained=node.given.trained,
         )
     return peers
 
 
 def _placed(node: Node, data: Dataset, device: torch.device) -> dict[str, Posterior]:
     """Return the posteriors that were given, where they learn."""
-    for name, posterior in node.job.given.peers.items():
+    for name, posterior in node.given.peers.items():
         posterior.to(device)
-        _normalise(posterior, node.job.given.normalize, network_inputs(data), f"the network of peer '{name}'")
+        _normalise(posterior, node.given.normalize, network_inputs(data), f"the network of peer '{name}'")
         posterior.seed, posterior.name = node.seed, name
         posterior.input_shape, posterior.class_names = data.shape, data.class_names
-    return dict(node.job.given.peers)
+    return dict(node.given.peers)
 
 
 def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Posterior | None:
@@ -143,7 +143,7 @@ def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Post
         if rehearse and not is_trained(start.folder):
             return None
         run = start.run()
-        if start.job.given.networks:
+        if start.given.networks:
             return run[next(iter(run))]
         start = only_weights(run, peer)
     if isinstance(start, Path):
@@ -166,7 +166,7 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
     for source in node.teachers:
         if isinstance(source, Posterior):
             if source.provenance.state != "trained":  # by a run, which knows what its network expects
-                _normalise(source, node.job.given.normalize, network_inputs(data), "a teacher's network")
+                _normalise(source, node.given.normalize, network_inputs(data), "a teacher's network")
             teachers.append(source.to(device))
             continue
         if isinstance(source, Node) and not is_trained(source.folder):
@@ -181,7 +181,7 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
     given = {teacher.provenance.run: teacher for teacher in node.teachers if isinstance(teacher, Posterior)}
     for known in filter(None, map(run_of, given.values())):
         known.refuse_strange(data, f"teacher {known.folder}", sizes=False)
-    draws = node.job.given.teacher_draws if chosen is None else chosen.draws
+    draws = node.given.teacher_draws if chosen is None else chosen.draws
     return Teachers(teachers, draws, node.seed) if teachers else None
 
 

@@ -36,8 +36,8 @@ class DataCache:
 
     def __call__(self, node: Node) -> Dataset:
         """Return a run's data; with the vocabulary of the run in its folder, which goes on, if there is one."""
-        if node.job.given.data is not None:
-            return node.job.given.data
+        if node.given.data is not None:
+            return node.given.data
         begun = (node.folder / "recipe.toml").is_file()
         return self.of_recipe(node.recipe, node.run().vocabulary if begun else None)
 
@@ -187,7 +187,7 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: DataC
     known, device = loaded or DataCache(settings.root), settings.place()
     for node in resolve(jobs).targets:
         if resume is not None:
-            refuse_occupied(node.job, resume)
+            refuse_occupied(node, resume)
         if not node.finished:
             _rehearse(node, known(node), device, settings)
 
@@ -197,7 +197,7 @@ def _device(plan: Plan, how: How) -> torch.device:
     given = [
         posterior
         for node in plan.targets
-        for posterior in (*node.job.given.peers.values(), *node.starts.values())
+        for posterior in (*node.given.peers.values(), *node.starts.values())
         if isinstance(posterior, Posterior)
     ]
     return given[0].device if given and how.device == "auto" else how.place()
@@ -205,13 +205,13 @@ def _device(plan: Plan, how: How) -> torch.device:
 
 def _take_over(node: Node, device: torch.device) -> None:
     """Give posteriors what a finished run of theirs has learnt, as if they had been trained just now."""
-    if not node.job.given.peers:
+    if not node.given.peers:
         return
-    refuse_other_origins(node.folder, origins_of(node.job.given.peers, node.job.given.teachers))
+    refuse_other_origins(node.folder, origins_of(node.given.peers, node.given.teachers))
     run = node.run()
-    if node.job.given.data is not None:
-        run.refuse_other_data(node.job.given.data)
-    for name, posterior in node.job.given.peers.items():
+    if node.given.data is not None:
+        run.refuse_other_data(node.given.data)
+    for name, posterior in node.given.peers.items():
         posterior.to(device)
         posterior.load_state({name_in_file: tensor.to(device) for name_in_file, tensor in run[name].state().items()})
         posterior.seed, posterior.name = node.seed, name
@@ -226,9 +226,9 @@ def _take_over(node: Node, device: torch.device) -> None:
 def _check_folders(plan: Plan, resume: bool) -> None:
     """Refuse folders that hold anything else, and finished runs that started from other weights than there are now."""
     for node in plan.targets:
-        refuse_occupied(node.job, resume)
+        refuse_occupied(node, resume)
     for node in plan.sources:
-        refuse_occupied(node.job, True)
+        refuse_occupied(node, True)
     # What a recipe makes again is told to whoever goes on with it; files and posteriors are somebody's choice.
     nodes = [*plan.targets, *plan]
     nodes += [parent for node in nodes for parent in node.parents if isinstance(parent, Node)]
@@ -244,7 +244,7 @@ def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     """Return what a run would remember a peer's start by, as it is now."""
     if isinstance(start, Node):
         before = start.run()
-        start = before[next(iter(before))] if start.job.given.networks else before.weights_file(next(iter(before)))
+        start = before[next(iter(before))] if start.given.networks else before.weights_file(next(iter(before)))
     peer = run.recipe.peer(name)
     if peer.posterior.posterior_class.made_of_posterior:
         if isinstance(start, Path):
@@ -346,7 +346,7 @@ def _train_packed(
             depth = lineage_depth(node)
             peers = build_peers(node, data, device, depth)
             goes_on = resume or node.folder in begun
-            sessions.append(Session(node.job, peers, data, goes_on, voice, how, len(wave), teachers, depth))
+            sessions.append(Session(node, peers, data, goes_on, voice, how, len(wave), teachers, depth))
         errors |= {wave[place].folder: error for place, error in train_wave(sessions, how.world).items()}
         del sessions, teachers, peers
         gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own

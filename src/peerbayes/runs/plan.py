@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +72,18 @@ def check_seed(seed: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
-    """One run of a plan.
+class Node(Job):
+    """One run of a plan: a job with full paths, and with what its recipe leaves to its teachers filled in.
 
     Attributes:
-        job: with full paths, and with what its recipe leaves to its teachers filled in.
         starts: by peer, what it starts from: a run of the plan, a weights file, or a posterior.
         teachers: what its peers learn from: runs of the plan, run folders or weights files, or posteriors.
         finished: whether its folder holds a finished run; then recipes that it started from are not resolved.
     """
 
-    job: Job
     starts: Mapping[str, Parent] = field(default_factory=dict)
     teachers: Sequence[Parent] = ()
     finished: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.job.folder
-
-    @property
-    def recipe(self) -> Recipe:
-        """The complete recipe."""
-        return self.job.recipe
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random."""
-        return self.job.seed
 
     @property
     def parents(self) -> list[Parent]:
@@ -114,7 +97,7 @@ class Node:
 
     def run(self) -> Run:
         """Open its folder."""
-        return Run(self.folder, self.job.given.networks or None)
+        return Run(self.folder, self.given.networks or None)
 
 
 Parent = Node | Path | Posterior
@@ -180,7 +163,7 @@ class _Resolver:
         """Return the node of a completed job's folder."""
         key = job.folder.resolve()
         known = self._nodes.get(key)
-        wanted = self._wanted.get(key) or (known.job if known is not None else job)
+        wanted = self._wanted.get(key) or (known if known is not None else job)
         if wanted.recipe != job.recipe:
             raise InputError(
                 f"{wanted.folder}: other runs start from it with the settings of '{job.recipe.name}', but other "
@@ -193,8 +176,9 @@ class _Resolver:
     def _made(self, job: Job) -> Node:
         finished = is_trained(job.folder)
         if finished or not self._trains:
-            return Node(job, self._chosen_starts(job) if self._trains else {}, finished=finished)
-        return Node(job, self.starts(job), [*job.given.teachers, *self.teachers(job)])
+            starts = self._chosen_starts(job) if self._trains else {}
+            return Node(**vars(job), starts=starts, finished=finished)
+        return Node(**vars(job), starts=self.starts(job), teachers=[*job.given.teachers, *self.teachers(job)])
 
     def _completed(self, job: Job) -> Job:
         for peer in job.recipe.peers if self._trains else ():
@@ -204,7 +188,7 @@ class _Resolver:
         if (job.folder / "recipe.toml").is_file():
             before = Run(job.folder).seed  # with the format of its noise
             seed = before if before == seed else seed
-        return replace(job, recipe=self.fitted_to_teachers(with_full_paths(job.recipe)), seed=seed)
+        return Job(self.fitted_to_teachers(with_full_paths(job.recipe)), job.folder, seed, job.given)
 
     def recipe(self, source: str) -> Recipe:
         """Return a recipe by its name or file."""
@@ -450,7 +434,8 @@ def parents_of(run: Run) -> Node:
     with in_run():
         resolver = _Resolver((), trains=False)
         job = Job(run.recipe, run.folder, run.seed)
-        return Node(job, resolver.starts(job), resolver.teachers(job), run.finished)
+        starts, teachers = resolver.starts(job), resolver.teachers(job)
+        return Node(**vars(job), starts=starts, teachers=teachers, finished=run.finished)
 
 
 def source_weights(run: Run, name: str) -> Path | None:
@@ -487,7 +472,7 @@ def lineage_depth(node: Node) -> int:
     """
     if (node.folder / "run.json").is_file():
         return _depth_at(node.folder)
-    posteriors = [*node.job.given.peers.values(), *(parent for parent in node.parents if isinstance(parent, Posterior))]
+    posteriors = [*node.given.peers.values(), *(parent for parent in node.parents if isinstance(parent, Posterior))]
     folders = [folder_of(parent) for parent in node.parents if not isinstance(parent, Posterior)]
     return max([-1, *map(_depth_at, folders), *(posterior.provenance.depth for posterior in posteriors)]) + 1
 
