@@ -103,35 +103,29 @@ def execute(
             others have ended.
     """
     with how.speaking(reporter) as voice:
-        return _executed(plan, how, resume, voice, errors)
-
-
-def _executed(
-    plan: Plan, how: How, resume: bool, reporter: Reporter, errors: dict[int, TrainingError] | None
-) -> list[Run]:
-    device, loaded = _device(plan, how), DataCache(how.root)
-    _check_folders(plan, resume)
-    _check_alike(plan, how, device)
-    for node in plan.targets:
-        if node.finished:
-            reporter.headline(f"{node.folder}: already finished")
-            _take_over(node, device)
-    _check_nodes(plan, loaded, device, how)
-    _check_alike_data(plan, loaded, how)
-    for node in plan.sources:
-        reporter.headline(f"{node.recipe.name}: training it first, into {node.folder}")
-    failed: dict[Path, TrainingError] = {}
-    for place, nodes in enumerate(plan.waves, start=1):
-        last = place == len(plan.waves)
-        failed = _train_packed(nodes, loaded, device, resume or not last, reporter, how)
-        for error in failed.values() if not last else ():
+        device, loaded = _device(plan, how), DataCache(how.root)
+        _check_folders(plan, resume)
+        _check_alike(plan, how, device)
+        for node in plan.targets:
+            if node.finished:
+                voice.headline(f"{node.folder}: already finished")
+                _take_over(node, device)
+        _check_nodes(plan, loaded, device, how)
+        _check_alike_data(plan, loaded, how)
+        for node in plan.sources:
+            voice.headline(f"{node.recipe.name}: training it first, into {node.folder}")
+        failed: dict[Path, TrainingError] = {}
+        for place, nodes in enumerate(plan.waves, start=1):
+            last = place == len(plan.waves)
+            failed = _train_packed(nodes, loaded, device, resume or not last, voice, how)
+            for error in failed.values() if not last else ():
+                raise error
+        of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+        if errors is not None:
+            errors.update(of_targets)
+        for error in of_targets.values() if errors is None else ():
             raise error
-    of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
-    if errors is not None:
-        errors.update(of_targets)
-    for error in of_targets.values() if errors is None else ():
-        raise error
-    return [node.run() for node in plan.targets]
+        return [node.run() for node in plan.targets]
 
 
 def dry_run(plan: Plan, how: How, *, resume: bool = False) -> list[dict[str, Any]]:
