@@ -117,7 +117,7 @@ def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
     of_outliers = set(OF_OUTLIERS).difference(differing([one for one in options if one["outliers"]]))
     told_apart = [key for key in differing(options) if key != "components" and key not in of_outliers]
     known = told_apart if len(told_apart) > SAID else []
-    usual = {key: max(values := [one.get(key) for one in options], key=values.count) for key in known}
+    usual = {key: _most_common([one.get(key) for one in options]) for key in known}
     lines: dict[str, list[Record]] = {}
     for group, one in zip(groups, options, strict=True):
         said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
@@ -149,6 +149,11 @@ def _words(key: str, value: Any) -> str:
     if key == "merge.distance" and not value:
         return "nothing merged"
     return FORMS.get(key, key.replace("_", " ").replace(".", " ") + " {}").format(value)
+
+
+def _most_common(values: Sequence[Any]) -> Any:
+    """Return what there is most of, of equals the first."""
+    return max(values, key=values.count)
 
 
 def _flat_options(group: Runs) -> dict[str, Any]:
