@@ -256,14 +256,14 @@ def test_the_best_epoch_outlives_an_interruption_at_any_step():
 
     whole = learning(save=save, checkpoint_every=1)
     whole.run()
-    whole.take_best()
+    whole.evaluator.take_best()
     expected = whole.peers["a"].state()
     assert len(saved) == 28
     for tensors, about in saved[::4]:
         resumed = learning()
         resumed.restore(tensors, json.loads(json.dumps(about)))
         resumed.run()
-        resumed.take_best()
+        resumed.evaluator.take_best()
         for name, tensor in resumed.peers["a"].state().items():
             assert torch.equal(tensor, expected[name]), (about["position"]["step"], name)
 
