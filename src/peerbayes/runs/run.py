@@ -306,12 +306,17 @@ class Run(Mapping[str, Posterior]):
     def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:
         """Refuse data that numbers other classes than the peers have learnt; their names are not always known.
 
+        Classes without names go by their numbers where those of the other side are named by numbers.
+
         Args:
             loaded: the data.
             who: begins the message; by default the folder.
         """
-        pairs = enumerate(zip(self.about.get("class_names") or (), loaded.class_names or (), strict=False))
-        for number, (learnt, now) in pairs:
+        theirs, ours = tuple(self.about.get("class_names") or ()), tuple(loaded.class_names or ())
+        numbers = tuple(map(str, range(loaded.classes)))
+        if sorted(theirs or ours) == sorted(numbers):
+            theirs, ours = theirs or numbers, ours or numbers
+        for number, (learnt, now) in enumerate(zip(theirs, ours, strict=False)):
             if learnt != now:
                 raise InputError(
                     f"{who or self.folder}: has learnt class {number} as '{learnt}', but in {loaded.name} it is '{now}'"
