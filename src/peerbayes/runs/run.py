@@ -432,8 +432,9 @@ class Run(Mapping[str, Posterior]):
 
         Args:
             inputs: of images: files, folders, a CSV file with a column ``path``, arrays, tensors or PIL images, alone
-                or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
-                of another size than was learnt, are resized and their centre cut out, as in evaluation.
+                or in a list; of texts: texts, text files with one a line, or CSV files; or a split, or a data set of
+                Hugging Face. Files, and images of another size than was learnt, are resized and their centre cut out,
+                as in evaluation.
             peer: its name; by default the average of all peers' probabilities, or the peer that an adoption ships.
             coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
             risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
