@@ -167,14 +167,14 @@ class Certificate(Strict):
             each = ", whichever it is" * (len(self.coverage.thresholds) > 1)
             sentences.append(
                 f"{self.coverage.method.upper()} sets hold the true class with probability {self.coverage.level}{each} "
-                f"({self.images:,} images; scores up to {_values(self.coverage.thresholds, names)})"
+                f"({self.images:,} inputs; scores up to {_values(self.coverage.thresholds, names)})"
             )
         if self.risk is not None:
             each = " of every class" * (len(self.risk.thresholds) > 1)
             share, delta = sum(self.risk.answered) / max(1, self.images), self.risk.delta
             sentences.append(
                 f"with probability {1 - delta:g}, at most {100 * self.risk.level:g} % of answers{each} are wrong "
-                f"({self.images:,} images, {100 * share:.1f} % answered, {sum(self.risk.errors)} wrong; "
+                f"({self.images:,} inputs, {100 * share:.1f} % answered, {sum(self.risk.errors)} wrong; "
                 f"probabilities from {_values(self.risk.thresholds, names)} on)"
             )
         return sentences
