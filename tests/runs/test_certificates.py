@@ -406,6 +406,9 @@ def test_an_export_stays_as_it_is(run, tmp_path, capsys):
             told = refused(capsys, "calibrate", run.folder, path, *words, *CPU)
             assert told.endswith("calibrate the run, then export it again")
     called("evaluate", tmp_path / "out", *CPU)
+    images, _ = on_test(run)
+    with pytest.raises(InputError, match="promises what it was made with: calibrate the run, then export it again"):
+        Run(tmp_path / "out").predict(images, risk=0.07)
     assert "is an export; the record is not written" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
 

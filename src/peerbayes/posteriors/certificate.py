@@ -124,13 +124,14 @@ class Certificate(Strict):
         thresholds = torch.tensor(self.risk.thresholds, dtype=torch.float64, device=confidence.device)
         return confidence < (thresholds[classes] if len(thresholds) > 1 else thresholds)
 
-    def promising(self, coverage: float | None, risk: float | None, origin: str) -> Certificate:
+    def promising(self, coverage: float | None, risk: float | None, origin: str, how: str = "") -> Certificate:
         """Return the certificate with the promises that are asked for alone; refuse others than it makes.
 
         Args:
             coverage: of prediction sets; None for no sets.
             risk: of answers; None for an answer to every image.
             origin: where it is kept, which begins the sentence.
+            how: others are promised, which ends it; by default the line that calibrates.
         """
         chosen = {}
         for name, level, promise in (("coverage", coverage, self.coverage), ("risk", risk, self.risk)):
@@ -138,9 +139,8 @@ class Certificate(Strict):
                 continue
             if promise is None or promise.level != level:
                 promised = "" if promise is None else f", but {promise.level}"
-                raise InputError(
-                    f"{origin}: {name} {level} is not promised{promised}; {how_to(origin, coverage, risk)}"
-                )
+                how = how or how_to(origin, coverage, risk)
+                raise InputError(f"{origin}: {name} {level} is not promised{promised}; {how}")
             chosen[name] = promise
         return self.model_copy(update={"coverage": None, "risk": None} | chosen)
 
