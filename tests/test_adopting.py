@@ -189,6 +189,10 @@ def test_promises_of_an_adoption_are_asked_for_by_its_folder(place, one_of_two, 
     assert refused(capsys, *words) == str(caught.value)
     assert "`adopt` has chosen" in refused(capsys, "calibrate", folder, "--coverage", 0.9)
     pb.calibrate(folder, dataclasses.replace(place[2], validation=place[2].test), coverage=0.9, device="cpu")
+    assert "coverage 0.8 is not promised, but 0.9; `peerbayes calibrate" in (
+        other := refused(capsys, "predict", folder, digit, "--coverage", 0.8)
+    )
+    assert other.endswith("--data IMAGES` promises it, by images that chose nothing")
     (told,) = json.loads(called(*words, "--json"))
     assert list(pb.load(folder).predict(digit, coverage=0.9).records()) == [told]
 

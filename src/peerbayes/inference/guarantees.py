@@ -170,8 +170,8 @@ def _answers(images: Labelled, number: int | None) -> tuple[Tensor, Tensor]:
 
 def _too_few(promise: str, count: int, fewest: int, of: str) -> str:
     return (
-        f"{promise} can't be promised: {count} images{of} are left to show it on, and it takes at least {fewest}; "
-        f"hold out {math.ceil(fewest / (1 - FITTED))} validation images{of}, a quarter of which choose the temperature"
+        f"{promise} can't be promised: {count} inputs{of} are left to show it on, and it takes at least {fewest}; "
+        f"hold out {math.ceil(fewest / (1 - FITTED))} validation inputs{of}, a quarter of which choose the temperature"
     )
 
 
@@ -187,10 +187,10 @@ def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Pr
     p = risk_p_values(wrong, counts, promises.risk)
     closest = int(p.argmin()) if float(p.min()) > delta else 0
     count, errors = int(counts[closest]), int(wrong[closest])
-    told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
+    told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} inputs{of} {errors} are wrong"
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:
         alone = ", or coverage alone" * (promises.coverage is not None)
-        return f"{told}, and no number of such images would show it; promise a higher risk{alone}"
+        return f"{told}, and no number of such inputs would show it; promise a higher risk{alone}"
     enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
-    return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"
+    return f"{told}; about {enough:,} validation inputs{of} would show it, or promise a higher risk"

@@ -76,14 +76,17 @@ def _promised(
     certificate = run.certificate if peer is None else run[peer].certificate
     names = list(run) if peer is None else [peer]
     origin = str(run.named if names == run.predicting else run.weights_file(names[0]))
+    if run.exported:
+        how = "an export promises what it was made with: calibrate the run, then export it again"
+    else:
+        how = how_to(origin, coverage, risk, adopted=run.adopted)
     if certificate is None:
-        told = how_to(origin, coverage, risk, adopted=run.adopted)
-        raise InputError(f"{origin}: nothing is promised of its predictions; {told}")
+        raise InputError(f"{origin}: nothing is promised of its predictions; {how}")
     if not calibrated:
         raise InputError(f"{origin}: promises are of its calibrated predictions; leave out --raw (calibrated=False)")
     if draws is not None and draws != certificate.draws:
         raise InputError(f"{origin}: promises are of {certificate.draws} draws, not of {draws}; leave out draws")
-    return certificate.promising(coverage, risk, origin)
+    return certificate.promising(coverage, risk, origin, how)
 
 
 def _as_one(parts: list[Prediction]) -> Prediction:
