@@ -303,6 +303,29 @@ def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
     assert steps == []
 
 
+def test_a_module_goes_on_with_its_own_weights_and_data_alone(tmp_path):
+    def data(seed):
+        noise = torch.Generator().manual_seed(seed)
+        images, labels = torch.rand(100, 1, 4, 4, generator=noise), torch.randint(0, 3, (100,), generator=noise)
+        return pb.data.from_arrays((images[:60], labels[:60]), (images[60:], labels[60:]), 20)
+
+    def net(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+
+    how = {"run": tmp_path / "run", "epochs": 1, "widths": [0.1], "overrides": "evaluation.draws=2", "corrupted": None}
+    made = pb.adopt(net(0), data=data(0), normalize=None, device="cpu", **how)
+    how |= {"normalize": None, "device": "cpu", "resume": True}
+    with pytest.raises(InputError, match="plain: holds a run in which peer 'net' started from other weights; choose"):
+        pb.adopt(net(1), data=data(0), **how)
+    with pytest.raises(InputError, match=r"plain: was trained on other data \('arrays': 40 training, 20 validation"):
+        pb.adopt(net(0), data=data(1), **how)
+    for option in ({"name": "mlp"}, {"new_head": True}):
+        with pytest.raises(InputError, match=f"{next(iter(option))} is for files of weights, but a Sequential was"):
+            pb.adopt(net(0), data=data(0), **how, **option)
+    assert pb.adopt(net(0), data=data(0), **how).record == made.record
+
+
 def test_a_dry_run_says_all_and_writes_nothing(place, tmp_path):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run")
     words += ("--peers", 2, "--distill", "--compress", "--dry-run", "--json")

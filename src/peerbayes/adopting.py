@@ -101,6 +101,9 @@ class Adoption:
         root: str | Path | None = None,
     ) -> None:
         check_seed(seed)
+        if isinstance(network, nn.Module) and (name is not None or new_head):
+            raise InputError(f"{'new_head' if name is None else 'name'} is for files of weights, but a "
+                             f"{type(network).__name__} was given; leave it out")  # fmt: skip
         if peers not in (0, 2):
             raise InputError(f"peers is {peers!r}, expected 2, or 0 for none")
         if not isinstance(epochs, int) or epochs < 1:
