@@ -547,11 +547,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2", help="0,1,2 by default")
     parser.add_argument("--validation", action="store_true", help="judge on validation inputs alone")
     parser.add_argument("--threads", type=int, default=1, help="of the processor; 1 by default")
-    parser.add_argument("--out", type=Path, help="file of the record, rewritten after every seed")
+    parser.add_argument("--out", type=Path, help="file of the record, rewritten after every seed; other tasks stay")
     args = parser.parse_args(words)
     torch.set_num_threads(args.threads)
     names, seeds = list(TASKS) if args.only is None else [args.only], [int(one) for one in args.seeds.split(",")]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    if args.out is not None and args.out.exists():
+        for row in json.loads(args.out.read_text())["rows"]:
+            if row["task"] not in names:
+                found.setdefault((row["task"], row["seed"]), []).append(row)
     for whole, name, seed in itertools.product((False, True), names, seeds):  # what is asked about most comes first
         found[name, seed] = measure(
             name, seed, args.data_root, args.work, only_validation=args.validation, whole=whole

@@ -468,9 +468,12 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_written(place, tmp_path, c
     assert not run.exists()
 
 
-def test_what_is_no_file_of_weights_is_refused(place):
+def test_what_is_no_file_of_weights_is_refused(place, adopted):
     with pytest.raises(InputError, match="expected a file of weights that ends in"):
         Adoption(place[0], "digits", place[0] / "x", name="mlp")
     with pytest.raises(InputError, match="no such file"):
         Adoption(place[0] / "none.pth", "digits", place[0] / "x", name="mlp")
+    run = place[0] / "run" / "plain"
+    with pytest.raises(InputError, match=f"{run}: is a run; adopt the weights of one of its peers: {run}/weights-"):
+        Adoption(run, "digits", place[0] / "x", name="mlp")
     assert ENSEMBLE == "ensemble"

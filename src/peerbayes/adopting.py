@@ -254,6 +254,8 @@ class Adoption:
 
 def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
     path = Path(network).expanduser()
+    if (path / "recipe.toml").is_file():
+        raise InputError(f"{path}: is a run; adopt the weights of one of its peers: {path}/weights-PEER.safetensors")
     if not is_checkpoint(path):
         raise InputError(f"{path}: expected a file of weights that ends in {', '.join(ENDINGS)}")
     if not path.is_file():
