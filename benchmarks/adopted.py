@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import peerbayes as pb
 from peerbayes import metrics
+from peerbayes.adopting import WIDTHS
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import ArraySplit
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
@@ -303,6 +304,7 @@ class Task:
     trained: Sequence[str]  # changes of the recipe `plain`, by which the network is trained in the first place
     adopted: Sequence[str]  # changes of the recipe `from-checkpoint`
     epochs: int  # of the latter
+    widths: Sequence[float] = WIDTHS
     whole: bool = True  # measure peers, what is distilled and compressed, and the ensemble that is trained on, too
 
 
@@ -326,7 +328,7 @@ TASKS = {
         5,
     ),
     "texts": TEXTS,
-    "texts-lr-1e-4": replace(TEXTS, adopted=["stages.0.optimizer.lr=1e-4"], whole=False),  # a tenth of the default
+    "texts-slow": replace(TEXTS, adopted=["stages.0.optimizer.lr=1e-4"], epochs=20, widths=[0.2], whole=False),
 }
 
 
@@ -452,8 +454,8 @@ def measure(
 
     def adopted() -> list[dict[str, Any]]:
         made = pb.adopt(
-            start(), run=folder / "adopted", peers=2 * task.whole, epochs=task.epochs, extra_epochs=True, corrupted=None,
-            overrides=[*task.adopted, *DRAWS], **how,
+            start(), run=folder / "adopted", peers=2 * task.whole, epochs=task.epochs, extra_epochs=True,
+            widths=task.widths, corrupted=None, overrides=[*task.adopted, *DRAWS], **how,
         )  # fmt: skip
         judged = judge(made.runs["extra"], "plain, trained on", splits, ["net"])
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])
@@ -531,7 +533,8 @@ def recorded(found: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> dict[
     tasks = {name: TASKS[name] for name, _ in found}
     packages = {"peerbayes", "torch", *(package for task in tasks.values() for package in task.packages)}
     settings = {
-        name: {"trained": task.trained, "adopted": task.adopted, "epochs": task.epochs} for name, task in tasks.items()
+        name: {"trained": task.trained, "adopted": task.adopted, "epochs": task.epochs, "widths": task.widths}
+        for name, task in tasks.items()
     }
     return {
         "command": "python benchmarks/adopted.py",

@@ -19,7 +19,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
 from peerbayes import metrics, networks
-from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _verdict
+from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_told, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
@@ -384,8 +384,18 @@ def test_a_network_that_has_learnt_the_validation_images_is_told_and_nothing_cho
     assert found.record["validation_learnt"]
     (warning,) = [text for text in told.warnings if "learnt" in text]
     assert warning.startswith("the network is right about 100.0 % of the 20 validation inputs, but ")
+    (headline,) = [text for text in told.headlines if "choose the width" in text]
+    assert headline.startswith(
+        "20 validation images choose the width, temperatures and what to ship; where the network"
+    )
+    assert headline.endswith("(they may be held out of what it was trained on), give others as validation split")
     assert found.record["verdict"] == f"Ship plain, as it is: nothing can be chosen, since {warning}"
     assert (found.record["ship"]["who"], found.record["ship"]["temperature"]) == ("plain", None)
+
+
+def test_texts_are_not_called_images():
+    texts = load((["a good one", "a bad one"] * 20, ["yes", "no"] * 20), validation=8)
+    assert _validation_told(texts).startswith("8 validation texts choose the width")
 
 
 def test_what_is_shipped_without_a_temperature_predicts_without_one(learnt):

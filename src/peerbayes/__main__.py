@@ -8,6 +8,6 @@ import sys
 if not sys.flags.safe_path and sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
     del sys.path[0]
 
-from peerbayes.cli import main  # noqa: E402
+from peerbayes.cli import main
 
 main()

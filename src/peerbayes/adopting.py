@@ -436,9 +436,10 @@ def plan_rows(adoption: Adoption, how: How, resume: bool, smaller: Sequence[str]
 
 
 def _validation_told(data: Dataset) -> str:
+    items = "images" if data.vocabulary is None else "texts"
     return (
-        f"{len(data.validation or ())} validation images choose the width, temperatures and what to ship; the network "
-        "should not have learnt them"
+        f"{len(data.validation or ())} validation {items} choose the width, temperatures and what to ship; where the "
+        "network has learnt them (they may be held out of what it was trained on), give others as validation split"
     )
 
 
@@ -556,7 +557,7 @@ def _verdict(rows: Sequence[Record]) -> tuple[Record, str]:
             break
     ship = {key: row[key] for key in ("who", "run", "peer", "temperature", "validation_nll", "passes")}
     told = "" if row["temperature"] is None else f" (T = {row['temperature']:.2f})"
-    said = f"Ship {row['who']}{told}: on the validation images its NLL is {row['validation_nll']:.3f}"
+    said = f"Ship {row['who']}{told}: on the validation split its NLL is {row['validation_nll']:.3f}"
     if row is not best:
         rest = f"{best['who']}, {best['validation_nll']:.3f} ({gap:.3f} ± {error:.3f} less)"
         cost = f", for {_passes(row)} instead of {best['passes']}" * (row["passes"] != best["passes"])
