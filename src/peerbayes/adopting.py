@@ -312,7 +312,7 @@ def adopt(
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, adopt)

@@ -75,7 +75,7 @@ def train_jobs(
     Args:
         jobs: with a folder each.
         resume: resume interrupted runs.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
         how: see `How`.
