@@ -456,7 +456,8 @@ def measure(
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])
         judged += judge(made.runs["peers"], "adopted, a peer", splits, ["first"])
         judged += judge(made.runs["peers"], "adopted, two peers", splits, ["first", "second"])
-        told = {key: made.record[key] for key in ("widths", "width", "verdict")}
+        told = {key: made.record[key] for key in ("widths", "width")}
+        told["verdict"] = made.record["verdict"].replace(f"{folder}/", "")
         return [{**row, "adoption": told} if row["row"] == "adopted" else row for row in judged]
 
     def bayesian() -> Run:
