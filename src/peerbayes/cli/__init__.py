@@ -20,6 +20,7 @@ from peerbayes.cli.output import say
 from peerbayes.cli.ship import export, serve
 from peerbayes.cli.try_out import bench, demo, doctor
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
+from peerbayes.importing import search_last
 from peerbayes.training.interruption import handled, stop
 
 __all__ = ["app", "main"]
@@ -99,6 +100,8 @@ def _help_of(error: Any, words: list[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
+    if arguments is None and not sys.flags.safe_path:
+        search_last("")  # the working folder
     try:
         with handled(stop), _spoken_warnings():
             code = contextvars.copy_context().run(app, arguments, "peerbayes", standalone_mode=False) or 0

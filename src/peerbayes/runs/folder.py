@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import choice_in_words
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, changes_between
 from peerbayes.runs.run import NAMED, TAUGHT_BY, Run, peer_called, write_text
@@ -57,6 +58,10 @@ def refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
     if before.recipe != job.recipe:
         raise InputError(f"{folder}: {_other_settings(before.recipe, job.recipe)}, or choose another folder")
+    now = choice_in_words(job.given.normalize)
+    then = before.about.get("normalize", now)  # older runs do not say
+    if then != now:
+        raise InputError(f"{folder}: holds a run with normalize={then}, not {now}; give that, or choose another folder")
 
 
 def _other_settings(before: Recipe, now: Recipe) -> str:

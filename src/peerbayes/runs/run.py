@@ -524,7 +524,8 @@ class Run(Mapping[str, Posterior]):
         """Return the run's report page, which shows itself in a notebook; `peerbayes evaluate` writes it."""
         path = self.folder / "report.html"
         if not path.is_file():
-            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it")
+            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it, and in Python "
+                             "peerbayes.reports.write_report(run, peerbayes.evaluate(run))")  # fmt: skip
         return Page(path, path.read_text("utf-8"))
 
     def __iter__(self) -> Iterator[str]:

@@ -16,6 +16,7 @@ from peerbayes.engine.processes import World
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.math.noise import format_of
+from peerbayes.networks.normalisation import choice_in_words
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.provenance import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
@@ -143,6 +144,7 @@ class Session:
                 "origins": self.origins,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
+                "normalize": choice_in_words(job.given.normalize),
                 **_described(self.loaded),
                 **remember(self.folder, self.loaded),
                 **environment(self.device),

@@ -361,8 +361,9 @@ def _reader(given: Any, where: str) -> Callable[[int], tuple[Any, Any]]:
         elif isinstance(item, tuple | list) and len(item) == 2:
             return item[0], item[1]
         size = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        splits = "; splits are given by name, {'train': ..., 'test': ...}" * isinstance(given, tuple | list)
         raise InputError(f"{where}: item {number} is a {type(item).__name__}{size}, expected (image, label) or "
-                         "(text, label)")  # fmt: skip
+                         f"(text, label){splits}")  # fmt: skip
 
     return read
 
