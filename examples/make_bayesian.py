@@ -1,4 +1,4 @@
-"""Make a network Bayesian: train it, put a Gaussian around its weights, and ask how sure it is.
+"""Make a network Bayesian: train it, put a Gaussian around its weights, and predict with uncertainty.
 
 python examples/make_bayesian.py [FOLDER]
 """

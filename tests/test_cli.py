@@ -533,7 +533,7 @@ def test_resume_removes_what_a_killed_report_has_left(place, trained, tmp_path):
 
 def test_resume_without_a_run_says_that_it_starts_anew(place, tmp_path, capsys):
     words = ("train", place / "small.toml", "--seeds", "0,1", "--run", tmp_path, "--device", "cpu")
-    said = [f"{tmp_path / name}: no run there yet: starting anew" for name in ("seed0", "seed1")]
+    said = [f"{tmp_path / name}: no run to resume, starting a new one" for name in ("seed0", "seed1")]
     called(*words, *change("stages.0.epochs=1"), "--resume")
     assert [line for line in capsys.readouterr().err.splitlines() if "anew" in line] == said
     called(*words, *change("stages.0.epochs=1"), "--resume")

@@ -1064,7 +1064,7 @@ def test_texts_have_no_figure_of_perturbations(texts, tmp_path, capsys):
     words = ("--into", "distillation/kd", "--run", tmp_path / "student", *QUIET, *change("stages.0.epochs=1"))
     called("distill", texts, tmp_path / "again", *words)
     found = refused(capsys, "figure", "perturbations", tmp_path / "student", "--out", tmp_path / "x.png")
-    assert found == f"{tmp_path / 'student'}: learnt texts, which take no steps: expected a run that learnt images"
+    assert found == f"{tmp_path / 'student'}: was trained on texts, which cannot be perturbed; expected a run on images"
 
 
 # ---- the packaged recipes -------------------------------------------------------------------------------------------

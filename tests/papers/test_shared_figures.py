@@ -530,7 +530,7 @@ def test_the_verb_writes_a_picture_and_prints_its_numbers(runs, tmp_path, capsys
             "dnn-seed0: its weights have no scales; expected a mean-field posterior or shared",
         ),
         (["posterior", "k4-seed0", "--layer", "fc"], "k4-seed0: there is no layer 'fc'; known: "),
-        (["bytes", "k4-seed0", "--layer", "fc"], "figure bytes: one layer alone is for posterior"),
+        (["bytes", "k4-seed0", "--layer", "fc"], "figure bytes: layer is for posterior"),
     ],
 )
 def test_what_can_not_be_drawn_is_one_sentence(runs, tmp_path, capsys, words, sentence):

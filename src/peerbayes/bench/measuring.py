@@ -119,15 +119,15 @@ def run(
     if budget is not None and not budget > 0:
         raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")
     began, target = time.perf_counter(), pick_device(device)
-    usual = Workload() if target.type == "cuda" else CPU
-    plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
+    default = Workload() if target.type == "cuda" else CPU
+    plan = replace(QUICK, engine=default.engine, precision=default.precision) if quick else default
     bench = Bench(target, plan if student is None else replace(plan, student=student))
     if student is not None:
         with torch.random.fork_rng([]):
             networks.build(student, network_inputs(bench.data))  # fail now if it cannot be built
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
-    wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
+    requested = {key for name in only for key in needed(name, keys)} if only else set(keys)
     about = environment(target) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
@@ -146,7 +146,7 @@ def run(
 
     record: dict[str, Any] = {}
     for names, needs_gpu, measure in todo:
-        if not wanted.intersection(names):
+        if not requested.intersection(names):
             continue
         late = budget is not None and time.perf_counter() - began >= budget
         try:

@@ -1,4 +1,4 @@
-"""What labelled images show of predictions: thresholds that keep a coverage or a risk, or why there are none."""
+"""Certify predictions on labelled images: thresholds that keep a coverage or a risk, or why there are none."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Promises:
     """What is to be promised.
 
     Attributes:
-        coverage: chance of a set to hold the true class; None for no sets.
+        coverage: probability that a set holds the true class; None for no sets.
         risk: most wrong answers among those that are given; None for an answer to every image.
-        delta: chance that the risk is larger all the same.
+        delta: probability that the risk is larger than promised.
         method: of the sets: ``lac``, ``aps`` or ``raps``.
-        by_class: whether coverage holds for every true class, and risk for every class that is answered.
+        by_class: whether coverage holds for every true class, and risk for every predicted class.
     """
 
     coverage: float | None = None
@@ -187,10 +187,12 @@ def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Pr
     p = risk_p_values(wrong, counts, promises.risk)
     closest = int(p.argmin()) if float(p.min()) > delta else 0
     count, errors = int(counts[closest]), int(wrong[closest])
-    told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
+    reason = (
+        f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
+    )
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:
         alone = ", or coverage alone" * (promises.coverage is not None)
-        return f"{told}, and no number of such images would show it; promise a higher risk{alone}"
+        return f"{reason}, and no number of such images would show it; promise a higher risk{alone}"
     enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
-    return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"
+    return f"{reason}; about {enough:,} validation images{of} would show it, or promise a higher risk"

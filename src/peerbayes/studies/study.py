@@ -96,17 +96,17 @@ class Study:
         self._heart.start()
 
     def _check(self, about: Mapping[str, Any], url: str) -> None:
-        wanted = json.loads(json.dumps(about))
+        expected = json.loads(json.dumps(about))
         # In this order: another process writes the description before it takes a trial.
         begun = bool(self._study.get_trials(deepcopy=False))
         recorded = self._study.user_attrs.get(_ABOUT)
         if recorded is None and not begun:
-            self._study.set_user_attr(_ABOUT, wanted)
+            self._study.set_user_attr(_ABOUT, expected)
             return
         where = f"study '{self.name}' in {hide_password(url)}"
         if recorded is None:
             raise InputError(f"{where} was not made by a sweep of peerbayes; choose another --study")
-        for key, value in wanted.items():
+        for key, value in expected.items():
             if recorded.get(key) != value:
                 raise InputError(
                     f"{where} belongs to another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
