@@ -451,7 +451,7 @@ def test_numbers_at_points_lie_on_nothing_and_stay_where_there_is_room(apart, le
 
 def test_any_axis_of_sizes_has_two_labels_or_more_with_a_sixth_of_it_each():
     for low, factor in itertools.product(np.geomspace(1e3, 1e4, 20), np.geomspace(against_bytes.NARROW, 1e6, 60)):
-        places = against_bytes._places(low, low * factor)
+        places = against_bytes._round_numbers(low, low * factor)
         assert len(places) > 1, (low, factor)
         assert np.diff(np.log(places)).min() > 0.166 * np.log(factor), (low, factor)
 
