@@ -589,7 +589,7 @@ def test_a_wrong_command_line_is_one_sentence(capsys, words):
 
 def test_an_option_without_its_value_says_what_it_is_for(capsys):
     found = refused(capsys, "train", "x", "--seeds")
-    assert found == "Option '--seeds' requires an argument. Several seeds, such as 0,1,2, with a run for each; see --help"
+    assert found == "Option '--seeds' requires an argument. Several seeds, such as 0,1,2; one run each; see --help"
 
 
 def test_the_end_of_a_key_is_enough_to_be_told_the_whole(capsys, place):

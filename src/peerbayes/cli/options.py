@@ -40,7 +40,7 @@ Trust = Annotated[
         help="Import what run folders name as package.module:name; this runs their code.",
     ),
 ]
-Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2, with a run for each.")]
+Seeds = Annotated[str | None, typer.Option(help="Several seeds, such as 0,1,2; one run each.")]
 
 
 CheckpointEvery = Annotated[
