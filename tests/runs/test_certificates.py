@@ -246,10 +246,10 @@ def test_long_sets_are_cut_where_people_read_them():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--coverage", "0.999"], "450 images are left to show it on, and it takes at least 999; hold out 1332"),
-        (["--risk", "0.001"], "450 images are left to show it on, and it takes at least 2302; hold out 3070"),
-        (["--coverage", "0.99", "--by-class"], "images of class '0' are left to show it on, and it takes at least 99"),
-        (["--risk", "0.05", "--by-class"], "images predicted as class '0' are left to show it on, and it takes at"),
+        (["--coverage", "0.999"], "it needs at least 999 calibration images, and there are 450; hold out 1332"),
+        (["--risk", "0.001"], "it needs at least 2302 calibration images, and there are 450; hold out 3070"),
+        (["--coverage", "0.99", "--by-class"], "it needs at least 99 calibration images of class '0', and there are"),
+        (["--risk", "0.05", "--by-class"], "calibration images predicted as class '0', and there are"),
         (["--coverage", "1"], "coverage is 1.0, expected a number between 0 and 1"),
         (["--risk", "-0.1"], "risk is -0.1, expected a number between 0 and 1"),
         (["--risk", "0.1", "--delta", "2"], "delta is 2.0, expected a number between 0 and 1"),

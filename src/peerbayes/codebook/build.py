@@ -29,9 +29,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.layout import Layout
 from peerbayes.schema import NotNegativeInt, PositiveFloat
 
-# Where no number is given: a component for so many inliers, so many components at least and at most, and so many
-# inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
-# members, which are outliers then, and each of those takes more bytes than several weights that share.
+# Default number of components: inliers for each, fewest, most, and the least inliers for each. More components hardly
+# fit the weights better, but leave many with a few members, which become outliers, and each of those takes more bytes
+# than several weights that share.
 MEMBERS, FEWEST, MOST, LEAST = 1000, 256, 6000, 50
 BATCH = 1 << 16  # points of a step of expectation-maximisation
 
@@ -165,8 +165,8 @@ def share(
     inside, points, labels = inside[~few], points[~few], labels[~few]
     components, labels = _kept(components, ~small, labels)
     if not len(components.mean):
-        fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
-        raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
+        fewer = "raise thrift" if options.thrift else f"ask for fewer than {count}"
+        raise InputError(f"every component has fewer than {options.smallest} weights; {fewer}, or lower smallest")
     log: dict[str, Any] = {}
     if options.merge.get("distance", 1) > 0 and len(components.mean) > 1:
         spread = components.covariance[:, 0, 0]

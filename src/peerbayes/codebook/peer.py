@@ -128,8 +128,8 @@ def _warn_if_barely_shared(shared: Shared, name: str) -> None:
     if 2 * shared.layout.size < total:
         largest = max(others, key=lambda tensor: others[tensor].numel())
         warnings.warn(
-            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
-            f"'{largest}' above all, have no scales to share and stay as they are",
+            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; the others, "
+            f"mostly '{largest}', have no scales and are not shared",
             PeerbayesWarning,
             stacklevel=2,
         )

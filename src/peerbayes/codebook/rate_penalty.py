@@ -68,7 +68,7 @@ def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
     positions = (points / width).round_()
     positions -= positions.amin(0)
     rows, columns = (positions.amax(0) + 1).tolist()
-    if not rows * columns < 1 << 53:  # float64 would not tell them apart
+    if not rows * columns < 1 << 53:  # beyond float64's integers
         return 1 << 53, torch.empty(0, dtype=torch.int64)
     # As single numbers: unique rows take several times the time and memory.
     cells, labels = positions[:, 0].mul(columns).add_(positions[:, 1]).unique(return_inverse=True)

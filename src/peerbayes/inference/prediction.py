@@ -378,8 +378,8 @@ def predict(
                 shape, learnt = tuple(images.shape[1:]), posterior.input_shape
                 if learnt in (None, shape):
                     raise
-                known = f"it has learnt those of shape {learnt}"
-                raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
+                hint = f"it was trained on shape {learnt}"
+                raise InputError(f"the network can't take images of shape {shape}, {hint}: {reason(error)}") from error
             if precision != "auto" or half is None or bool(prediction.log_probabilities.isfinite().any(-1).all()):
                 return prediction.tempered(posterior.temperature) if calibrated else prediction
             half = None
@@ -392,9 +392,7 @@ def _check_images(posterior: Posterior, images: Any) -> None:
     learnt = posterior.input_shape
     if learnt is not None and images.dim() != 1 + len(learnt):
         expected = f"(N, {', '.join(map(str, learnt))})"
-        raise InputError(
-            f"images have shape {tuple(images.shape)}, expected {expected}, as the network has learnt them"
-        )
+        raise InputError(f"images have shape {tuple(images.shape)}, expected {expected}, as in training")
     if images.dim() == 4 and not images.is_floating_point() and images.dtype != torch.uint8:
         raise InputError(f"images are of type {images.dtype}, expected uint8, or floats in [0, 1]")
     if learnt is not None and len(learnt) == 1 and images.is_floating_point():

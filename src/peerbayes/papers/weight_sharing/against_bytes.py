@@ -132,7 +132,7 @@ def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
 
 
 def _of_outliers_once(keys: Sequence[str], outliers: bool) -> list[str]:
-    """Return keys without redundant ones: without outliers, which of them; with some of these, that there are any."""
+    """Drop redundant keys: the choice of outliers if there are none, ``outliers`` if the choice is named."""
     outlier_keys = [key for key in keys if key in OF_OUTLIERS]
     left_out = [] if not outlier_keys else ["outliers"] if outliers else outlier_keys
     return [key for key in keys if key not in left_out]
