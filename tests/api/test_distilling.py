@@ -437,7 +437,7 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
         assert f"in one pass ({way}):" in text
     assert contents(student.folder) == before
     told = refused(capsys, "evaluate", teachers.folder, "--averaged", "--device", "cpu")
-    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: they are plain networks"
+    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: all are plain networks"
 
 
 def test_a_recipe_is_a_teacher_that_is_trained_first_wherever_it_stands(runs, tmp_path):
