@@ -274,7 +274,9 @@ def test_the_number_of_images_that_is_asked_for_is_enough():
 
 
 def test_a_network_that_knows_nothing_can_promise_no_risk(pair, capsys):
-    assert "it needs at least 45 calibration images" in refused(capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU)
+    assert "it needs at least 45 calibration images" in refused(
+        capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU
+    )
     told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", *CPU)
     assert "risk 0.3 (delta 0.1) can't be promised: of the" in told
     assert told.endswith("promise a higher risk")
