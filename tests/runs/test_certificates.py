@@ -246,10 +246,10 @@ def test_long_sets_are_cut_where_people_read_them():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--coverage", "0.999"], "450 inputs are left to show it on, and it takes at least 999; hold out 1332"),
-        (["--risk", "0.001"], "450 inputs are left to show it on, and it takes at least 2302; hold out 3070"),
-        (["--coverage", "0.99", "--by-class"], "inputs of class '0' are left to show it on, and it takes at least 99"),
-        (["--risk", "0.05", "--by-class"], "inputs predicted as class '0' are left to show it on, and it takes at"),
+        (["--coverage", "0.999"], "it needs at least 999 calibration inputs, and there are 450; hold out 1332"),
+        (["--risk", "0.001"], "it needs at least 2302 calibration inputs, and there are 450; hold out 3070"),
+        (["--coverage", "0.99", "--by-class"], "it needs at least 99 calibration inputs of class '0', and there are"),
+        (["--risk", "0.05", "--by-class"], "calibration inputs predicted as class '0', and there are"),
         (["--coverage", "1"], "coverage is 1.0, expected a number between 0 and 1"),
         (["--risk", "-0.1"], "risk is -0.1, expected a number between 0 and 1"),
         (["--risk", "0.1", "--delta", "2"], "delta is 2.0, expected a number between 0 and 1"),
@@ -274,7 +274,9 @@ def test_the_number_of_images_that_is_asked_for_is_enough():
 
 
 def test_a_network_that_knows_nothing_can_promise_no_risk(pair, capsys):
-    assert "inputs are left" in refused(capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU)
+    assert "it needs at least 45 calibration inputs" in refused(
+        capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU
+    )
     told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", *CPU)
     assert "risk 0.3 (delta 0.1) can't be promised: of the" in told
     assert told.endswith("promise a higher risk")

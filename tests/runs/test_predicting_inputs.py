@@ -179,7 +179,7 @@ def test_all_peers_are_averaged_and_then_tempered(colours, pictures):
     assert alone.temperature == colours["b"].temperature
     with pytest.raises(UnknownPeer, match="there is no peer 'c'"):
         colours.predict(pictures, "c")
-    with pytest.raises(InputError, match="without a posterior of its own, or with several"):
+    with pytest.raises(InputError, match="cannot replay a prediction without a posterior, or of several peers"):
         found.replay(0)
     assert alone.replay(2).keys() == colours["b"].draw(alone.address.at(2)).keys()
 

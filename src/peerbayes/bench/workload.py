@@ -1,4 +1,4 @@
-"""Define how much is timed, by machine."""
+"""Define the amount of timing by machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the codebook: a table of Gaussians, and which of them each weight belongs to."""
+"""Define the codebook: a table of Gaussians, and the one that each weight belongs to."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Codebook:
     Attributes:
         component: (K, 2), mean m and scale s of the components.
         cholesky: (K, 3), a, b, c of the factors [[a, 0], [b, c]] of their covariances.
-        label: (n,), the component of each weight; anything for those of the other two classes.
-        blended: (E,), weights that mix two components.
-        blend_component: (E, 2), which.
-        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 15ths.
-        outlier: (O,), weights with a distribution of their own.
+        label: (n,), the component of each weight; arbitrary for the other two classes.
+        blended: (E,), indices of weights that mix two components.
+        blend_component: (E, 2), their components.
+        blend_weight: (E, 2), their shares, which add up to 1, in 15ths.
+        outlier: (O,), indices of weights with individual distributions.
         outlier_mean: (O,).
         outlier_std: (O,).
     """
@@ -48,7 +48,7 @@ def blank_codebook(size: int, device: torch.device) -> Codebook:
 
     Args:
         size: weights.
-        device: where its tensors live.
+        device: of its tensors.
     """
     none = torch.empty(0, dtype=torch.int64, device=device)
     return Codebook(
@@ -70,7 +70,7 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
     Args:
         book: the codebook.
         size: weights.
-        origin: where it comes from; begins the error.
+        origin: its source, for errors.
         ascending: whether blended weights and outliers must be in the order of the weights.
     """
     components = len(book.component)
@@ -90,17 +90,17 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
         raise InputError(f"{origin}: scales of outliers have collapsed to 0, expected positive numbers")
     if not bool((torch.cat([book.component[:, 1:], book.cholesky], 1) != 0).any(1).all()):
         raise InputError(f"{origin}: scales of components have collapsed to 0, expected a positive variance of each")
-    places = torch.cat([book.blended.long(), book.outlier.long()])
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
+    indices = torch.cat([book.blended.long(), book.outlier.long()])
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < size:
         raise InputError(f"{origin}: names a weight that is not among the {size}")
-    if len(places.unique()) < len(places):
+    if len(indices.unique()) < len(indices):
         raise InputError(f"{origin}: a weight is blended or an outlier twice")
-    if ascending and not all(bool((places.diff() > 0).all()) for places in (book.blended, book.outlier)):
+    if ascending and not all(bool((indices.diff() > 0).all()) for indices in (book.blended, book.outlier)):
         raise InputError(f"{origin}: blended weights or outliers are not in the order of the weights")
 
 
 def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Return the codebook as a file has it: weights in order, shares in 15ths.
+    """Return the codebook in the form of a file: weights in order, shares in 15ths.
 
     Args:
         book: the codebook.
@@ -110,7 +110,7 @@ def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
 
 
 def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Number the components so that their index codes well, for tensors of these sizes."""
+    """Renumber the components so that their index codes well, for tensors of these sizes."""
     others = torch.cat([book.outlier, book.blended]).long()
     index = book.label.long().index_fill(0, others, len(book.component)).cpu()
     order = torch.from_numpy(arrange(index, book.component[:, 0].detach().cpu(), sizes)).to(book.label.device)

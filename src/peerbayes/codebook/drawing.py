@@ -1,7 +1,7 @@
-"""Draw shared weights: each from its row and noise of its own, all in one pass.
+"""Draw shared weights, each from its row and its noise, in one pass.
 
-Without a gradient this is done in pieces that stay in a CPU's cache together with the noise that they meet, or by one
-kernel of a GPU, which makes the noise, too. The weights are the same, but for the rounding of that kernel.
+Without a gradient this is done in pieces that fit a CPU's cache together with their noise, or by one kernel of a GPU,
+which also makes the noise. The weights are the same up to the rounding of that kernel.
 """
 
 from __future__ import annotations

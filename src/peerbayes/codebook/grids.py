@@ -1,6 +1,6 @@
 """Round numbers to coarse grids: whole multiples of a step, and signed powers of a ratio.
 
-Both are made so that numbers which lie on a grid already are given back the same codes and the same grid.
+Numbers that already lie on a grid get the same codes and the same grid again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def from_multiples(codes: Tensor, step: float) -> Tensor:
 def to_powers(values: Tensor) -> tuple[Tensor, int]:
     """Round to 0 or ± 2^((top + level − 127) / 8), level 1 to 127.
 
-    A code is the level, with 128 for a minus; 0 is 0. What is less than 2^-16 of the largest gets the lowest level.
+    A code is the level, plus 128 if negative; 0 is 0. Numbers below 2^-16 of the largest get the lowest level.
 
     Returns:
         The codes, uint8, and top.
@@ -68,7 +68,7 @@ def to_powers(values: Tensor) -> tuple[Tensor, int]:
 
 
 def from_powers(codes: Tensor, top: int) -> Tensor:
-    """Return the numbers of codes, float32.
+    """Return the numbers that codes stand for, float32.
 
     Args:
         codes: from `to_powers`, uint8.

@@ -1,4 +1,4 @@
-"""Merge components that hardly differ, to convergence."""
+"""Merge similar components until none qualify."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def merge(
         rule: see `merged`.
 
     Returns:
-        The components that are left, in the order of their lowest member; where each old one went, int64 ``(K,)``;
+        The remaining components, in the order of their lowest member; the new index of each old one, int64 ``(K,)``;
         and a log of plain numbers: components ``before`` and ``after``, ``rounds`` (the last one merges nothing),
         ``merged`` pairs; ``near``: pairs that the distance allowed; ``gradient``, ``spread``: those of them that the
         gate blocked; ``gradient_alone``, ``spread_alone``: those that nothing else blocked. These are summed over
@@ -117,7 +117,7 @@ def _mutual(pairs: Tensor, square: Tensor, size: int) -> Tensor:
 def _joined(
     components: Components, slope: Tensor, spread: Tensor, pairs: Tensor, rule: Rule
 ) -> tuple[Components, Tensor, Tensor, Tensor]:
-    """Return the components with pairs merged, their slope and spread, and where each one went."""
+    """Return the components with pairs merged, their slope and spread, and the new index of each one."""
     low, high = pairs
     first, second = components.select(low), components.select(high)
     joined = merged(first, second, rule)
@@ -139,12 +139,12 @@ def _joined(
     return components.select(left), slope[left], spread[left], (left.cumsum(0) - 1)[target]
 
 
-def _per_component(name: str, given: Tensor | None, components: Components, default: Tensor) -> Tensor:
-    if given is None:
+def _per_component(name: str, values: Tensor | None, components: Components, default: Tensor) -> Tensor:
+    if values is None:
         return default
-    if tuple(given.shape) != (len(components),) or not given.is_floating_point():
+    if tuple(values.shape) != (len(components),) or not values.is_floating_point():
         raise InputError(
-            f"{name} is a {given.dtype} tensor of shape {tuple(given.shape)}: "
+            f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}: "
             f"expected a floating-point number for each of {len(components)} components."
         )
-    return given.double()
+    return values.double()

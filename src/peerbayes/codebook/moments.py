@@ -1,7 +1,6 @@
 """Compute moments of clusters' members in the plane.
 
-Everything is added up in a fixed order, never by atomic additions, so that a result is a function of its arguments,
-also on a GPU.
+All sums have a fixed order, without atomic additions, so that a result is a function of its arguments, also on a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
 
 
 def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number, mean and covariance of each centre's members; a centre without members keeps its place.
+    """Return the number, mean and covariance of each centre's members; a centre without members keeps its position.
 
     Args:
         points: shape ``(n, 2)``.
@@ -70,7 +69,7 @@ def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Ten
 
 
 def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-    """Return x and y of points from their centres, (n,) each; one after the other, as copies of millions count.
+    """Return offsets x and y of points from their centres, (n,) each, one after the other to save memory.
 
     Args:
         points: shape ``(n, 2)``.
@@ -98,7 +97,7 @@ def with_ridge(covariance: Tensor, ridge: float) -> Tensor:
 
     Args:
         covariance: Σ, ``(K, 2, 2)``.
-        ridge: what is added to the diagonal.
+        ridge: added to the diagonal.
     """
     return covariance + ridge * torch.eye(2, dtype=covariance.dtype, device=covariance.device)
 

@@ -41,12 +41,12 @@ def making_fields() -> dict[str, tuple[Any, Any]]:
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more, or larger, components than it can have.
+    """Return a placeholder for a codebook; check that it can have so many, and so large, components.
 
-    Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
+    The weights with the largest gradients will be outliers; there may be more by their means.
 
     Args:
-        network: whose weights are to be shared.
+        network: to share the weights of.
         options: of the recipe's posterior.
         seed: with ``name``, the address of its draws.
         name: the peer's.
@@ -81,8 +81,8 @@ def shared_of(
         posterior: trained, with a scale for every weight; it is not changed.
         network: of the same architecture.
         options: of the recipe's posterior.
-        split: training inputs, on which gradients count.
-        seed: of the clustering; with ``name``, where its draws live.
+        split: training inputs, for gradients.
+        seed: of the clustering; with ``name``, the address of its draws.
         name: the peer's.
 
     Example:
@@ -122,14 +122,14 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn_if_barely_shared(shared: Shared, name: str) -> None:
-    """Warn if a file will hardly become smaller, because most of the network is not shared."""
+    """Warn if most of the network is not shared, so that a file hardly becomes smaller."""
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:
         largest = max(others, key=lambda tensor: others[tensor].numel())
         warnings.warn(
-            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
-            f"'{largest}' above all, have no scales to share and stay as they are",
+            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; the others, "
+            f"mostly '{largest}', have no scales and are not shared",
             PeerbayesWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Cluster with a penalty on the rate: a weight's component costs bits in the file, and a rare one costs more."""
+"""Cluster with a rate penalty: a weight's component costs bits in the file, and a rare one costs more."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ _CHUNK = 1 << 18
 def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
     """Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
 
-    ``bits_i = −log₂`` of the share of the part's points that the centre has. Where k-means makes small cells of dense
-    regions, here cells of about equal width, ``√(6 worth / ln 2)``, are best, and take about a quarter of a bit a point
-    more than any code could do with [1]. So the points begin in the squares of that width which they lie in. Then come
-    steps of Lloyd [2]: every point takes the centre that costs it least, every centre becomes the mean of its points,
-    and one without any is dropped.
+    ``bits_i = −log₂`` of the share of the part's points that the centre has. k-means makes small cells of dense
+    regions; here cells of about equal width, ``√(6 worth / ln 2)``, are best, about a quarter of a bit a point above
+    the optimum [1]. So the initial clusters are squares of that width. Then come steps of Lloyd [2]: every point takes
+    the centre of the lowest cost, every centre becomes the mean of its points, and one without points is dropped.
 
     Args:
         points: shape ``(n, 2)``.
-        part: where each point belongs, int64, shape ``(n,)``: each part has frequencies of its own, as in the file.
-        worth: squared distance that a bit may cost; so much that there are at most 65,536 centres.
+        part: of each point, int64, shape ``(n,)``: each part has its frequencies, as in the file.
+        worth: the cost of a bit as a squared distance, large enough for at most 65,536 centres.
         steps: of Lloyd.
 
     Returns:
@@ -65,14 +64,14 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
 
 
 def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
-    """Return how many squares of this width have points, and which one each point is in, int64 ``(n,)``."""
-    places = (points / width).round_()
-    places -= places.amin(0)
-    rows, columns = (places.amax(0) + 1).tolist()
-    if not rows * columns < 1 << 53:  # float64 would not tell them apart
+    """Return the number of squares of this width with points, and the square of each point, int64 ``(n,)``."""
+    positions = (points / width).round_()
+    positions -= positions.amin(0)
+    rows, columns = (positions.amax(0) + 1).tolist()
+    if not rows * columns < 1 << 53:  # beyond float64's integers
         return 1 << 53, torch.empty(0, dtype=torch.int64)
     # As single numbers: unique rows take several times the time and memory.
-    cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
+    cells, labels = positions[:, 0].mul(columns).add_(positions[:, 1]).unique(return_inverse=True)
     return len(cells), labels
 
 
@@ -81,13 +80,13 @@ def _cheapest(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor) -> Te
     if len(centres) <= MANY:
         return _cheapest_of_all(points, part, centres, cost)
     labels, least = [], cost.amin(1)
-    for here, part_here in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
-        near = nearest(here, centres, NEAR)
-        square = (here.unsqueeze(1) - centres[near]).square_().sum(2)
+    for chunk, part_here in zip(points.split(_CHUNK), part.split(_CHUNK), strict=True):
+        near = nearest(chunk, centres, NEAR)
+        square = (chunk.unsqueeze(1) - centres[near]).square_().sum(2)
         total, column = (square + cost[part_here.unsqueeze(1), near]).min(1)
         label = near.gather(1, column.unsqueeze(1)).squeeze(1)
         left = (square[:, -1] + least[part_here] < total).nonzero().squeeze(1)
-        label[left] = _cheapest_of_all(here[left], part_here[left], centres, cost)
+        label[left] = _cheapest_of_all(chunk[left], part_here[left], centres, cost)
         labels.append(label)
     return torch.cat(labels)
 
@@ -97,11 +96,11 @@ def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor
     # A processor wants its working set in the cache, an accelerator many points at once.
     size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
     for first in range(0, len(points), size):
-        here = slice(first, first + size)
-        square = cost[part[here]]
+        chunk = slice(first, first + size)
+        square = cost[part[chunk]]
         for axis in range(2):
-            square += (points[here, axis, None] - centres[:, axis]).square_()
-        labels[here] = square.argmin(1)
+            square += (points[chunk, axis, None] - centres[:, axis]).square_()
+        labels[chunk] = square.argmin(1)
     return labels
 
 

@@ -1,6 +1,6 @@
-"""Look up what weights are drawn from, by row: components first, then blended weights, then outliers.
+"""Look up the distributions of weights by row: components first, then blended weights, then outliers.
 
-A row has the five numbers m, s, a, b, c that weights are drawn with; those of an outlier are μ, σ, 0, 0, 0.
+A row has the five numbers m, s, a, b, c of a distribution; those of an outlier are μ, σ, 0, 0, 0.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 def rows_of(book: Book) -> Tensor:
     """Return the row of every weight, int64 (n,)."""
     rows, first = book.label.long(), len(book.component)
-    for places in (book.blended, book.outlier):
-        rows = rows.index_copy(0, places, first + torch.arange(len(places), device=rows.device))
-        first += len(places)
+    for indices in (book.blended, book.outlier):
+        rows = rows.index_copy(0, indices, first + torch.arange(len(indices), device=rows.device))
+        first += len(indices)
     return rows
 
 
@@ -44,12 +44,12 @@ def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> list[Tensor]:
-    """Return what weights are drawn from, by row, (R,) each: m, s, a, b, c, or m and the scale, by sampling.
+    """Return the distributions of weights by row, (R,) each: m, s, a, b, c, or m and the scale, by sampling.
 
     Args:
         book: the codebook.
         sampling: ``hierarchical``, ``moment`` or ``mean``.
-        share: which blended weights have of the first of their components, (E,); that of the codebook without it.
+        share: of the first component of each blended weight, (E,); by default the codebook's.
     """
     columns, zero = _own(book), torch.zeros_like(book.outlier_mean)
     single = [book.outlier_mean, book.outlier_std, zero, zero, zero]
@@ -66,7 +66,7 @@ def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | N
         book: the codebook.
         sampling: ``cluster`` or ``cluster_hier``.
         noise: see `Shared.noise_size`.
-        share: of the first component of each blended weight, (E,); that of the codebook by default.
+        share: of the first component of each blended weight, (E,); by default the codebook's.
     """
     rest, single = noise.split([len(noise) - len(book.outlier), len(book.outlier)])
     m, s, a, b, c = _own(book)
@@ -84,7 +84,7 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
 
     Args:
         book: the codebook.
-        sampling: how weights are drawn.
+        sampling: see `Shared`.
         mixture: whether blended weights are mixtures.
     """
     m, s, a, b, c = _own(book)
@@ -109,7 +109,7 @@ def _own(book: Book) -> list[Tensor]:
 
 
 def _mixed(book: Book, columns: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
-    """Return what blended weights mix of components' numbers (K,), shape (E,) each."""
+    """Return the blends of components' numbers (K,) for blended weights, (E,) each."""
     share = book.blend_weight[:, 0] if share is None else share
     return [torch.lerp(second, first, share) for first, second in _pairs(book, columns)]
 

@@ -1,4 +1,4 @@
-"""Merge components between epochs, while they are trained."""
+"""Merge components between epochs of training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from peerbayes.math.gaussians import Components
 def merge_trained(
     posterior: Shared, moments: Iterable[Tensor] = (), gradient: Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Merge components of shared weights that have come near each other, in place.
+    """Merge components of shared weights that training has moved together, in place.
 
-    No tensor changes its shape or moves, so that optimisers, checkpoints and a captured step go on with it: what has
-    gone into another component stays behind without weights until the posterior is saved. The points that
-    components were made of are not known any more, so weights keep their component, or the two that they blend. A
-    component counts its weights, blended ones by their shares.
+    No tensor changes its shape or storage, so optimisers, checkpoints and a captured step continue. A merged component
+    stays, without weights, until the posterior is saved. The points of the clustering are not stored, so weights keep
+    their component, or the two that they blend. A component counts its weights, blended ones by their shares.
 
-    The prior of a merged component is anchored at what its members' anchors have as one Gaussian, by moments.
+    The prior of a merged component is anchored at the Gaussian with the moments of its members' anchors.
 
     Args:
         posterior: in training.
-        moments: what an optimiser remembers of the components, (K, ...) each. The gradient of a merged component is
-            the sum of its members', and so is what is remembered of it.
+        moments: the optimiser's state of the components, (K, ...) each. The gradient of a merged component is the sum
+            of its members', and so is its state.
         gradient: mean gradient of the loss by (mean, scale) of the components, (K, 2); None opens its gate.
         options: of `merge`.
 
@@ -60,9 +59,9 @@ def merge_trained(
     if not log["merged"]:
         return log
     # Each component moves to the first of its group, where the merged one will be.
-    places = used.nonzero()[:, 0]
-    first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, places, "amin")
-    into = torch.arange(size, device=used.device).index_copy(0, places, first[mapping])
+    indices = used.nonzero()[:, 0]
+    first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, indices, "amin")
+    into = torch.arange(size, device=used.device).index_copy(0, indices, first[mapping])
     new = torch.bincount(mapping) > 1
     target, merged = first[new], left.select(new)
     anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(target)
@@ -86,7 +85,7 @@ def _components(mean: Tensor, cholesky: Tensor, count: Tensor) -> Components:
 
 
 def _pooled(components: Components, into: Tensor) -> Components:
-    """Return what all components that go to one place have as one Gaussian, (K,); nothing where none goes."""
+    """Return the moments of the components that merge into each one as one Gaussian, (K,); empty where none do."""
     size, count = len(components), components.count.clamp_min(1e-9)
     whole = summed(count, into, size)
     share = count / whole[into]

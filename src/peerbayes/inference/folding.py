@@ -1,4 +1,4 @@
-"""Fold batch-norm into the layer before it, for prediction: one pass over the activations less for each.
+"""Fold batch-norm into the layer before it for prediction, which saves one pass over the activations for each.
 
 In evaluation mode batch-norm is y = (x − m) s + b with s = γ / √(v + ε), so a convolution with weight W
 and bias c before it can use W s and (c − m) s + b instead. That is exact up to rounding. The scale s is laid out like
@@ -29,10 +29,10 @@ _FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, frozenset[str]]] =
 
 
 class Folded:
-    """A posterior's network without the batch-norm layers that can be folded away, for one prediction.
+    """A posterior's network with its foldable batch-norm layers folded, for one prediction.
 
     Args:
-        posterior: whose network it is.
+        posterior: owner of the network.
         half: compute in this type, with ReLU and residuals fused into convolutions; None for float32.
     """
 
@@ -111,7 +111,7 @@ class Folded:
 
 
 def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[str, str]]:
-    """Return a copy of the network with the foldable batch-norm layers taken out, and their names by layer before."""
+    """Return a copy of the network without the foldable batch-norm layers, and their names by the layer before."""
     pairs = _foldable(posterior)
     if not pairs:
         return None, pairs
@@ -125,7 +125,7 @@ def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[st
 
 
 class _Proxy(fx.Proxy):
-    """Notes ``x += y`` as what it is; torch's own makes a plain sum of it."""
+    """Tracer that records ``x += y`` as in-place; torch's records a plain sum."""
 
     def _in_place(self, function: Callable[..., Any], other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
@@ -144,7 +144,7 @@ class _Tracer(fx.Tracer):
 
 
 def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tuple[nn.Module, frozenset[str]]:
-    """Return the network with ReLU, and sums before it, taken into folded convolutions, and the names of those."""
+    """Return the network with ReLU, and sums before it, fused into folded convolutions, and the names of those."""
     whole = posterior.materialise()
     for norm in pairs.values():
         whole.set_submodule(norm, nn.Identity())
@@ -199,9 +199,9 @@ def _is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
-    told = any(argument is True for argument in (*node.args[1:], node.kwargs.get("inplace")))
+    given = any(argument is True for argument in (*node.args[1:], node.kwargs.get("inplace")))
     operators = getattr(node.target, "__module__", "") == "_operator" and name.startswith(("i", "set"))
-    return node.op in ("call_function", "call_method") and (name.endswith("_") or operators or told)
+    return node.op in ("call_function", "call_method") and (name.endswith("_") or operators or given)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

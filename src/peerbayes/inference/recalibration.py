@@ -1,4 +1,4 @@
-"""Batch-norm's statistics of a network whose weights have changed, such as an average of members."""
+"""Estimate batch-norm's statistics for changed weights, such as an average of members."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from peerbayes.networks.network_state import evaluating
 def recalibrate(
     network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
 ) -> nn.Module:
-    """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
+    """Estimate batch-norm's statistics again, in place: the mean over batches of each batch's mean and variance.
 
-    A network that has learnt from crops wants the statistics of crops, whose black borders are a part of what it knows:
-    with those of whole images, wide ResNets on CIFAR-10 have lost more than 2 points.
+    A network trained on crops needs the statistics of crops with their black borders: with those of whole images, wide
+    ResNets on CIFAR-10 lost more than 2 points.
 
     Args:
-        network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
+        network: any plain module, such as `RankOne.average` returns; only these statistics change.
         batches: a split, or batches of images, or of (images, labels); every batch counts the same.
-        batch_size: images in a batch of a split, which is taken in random order, the same every time.
+        batch_size: images in a batch of a split, in a fixed random order.
         augment: names of augmentations, those of training: ``recipe.data.augment``.
 
     Returns:
@@ -45,7 +45,7 @@ def recalibrate(
         given = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
         made = (augmented(images.to(device), augment, address.at(n)) for n, images in enumerate(given))
     else:
-        # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
+        # Shuffled: if images are stored class by class, a batch of neighbours varies less than the whole split.
         parts, split = order(len(batches), address).split(batch_size), batches
         made = (augmented_batch(split, part, device, augment, address.at(n))[0] for n, part in enumerate(parts))
     momenta = [norm.momentum for norm in norms]

@@ -56,7 +56,7 @@ def disagreement_rate(log_probabilities: Tensor) -> float:
 def probability_variance(log_probabilities: Tensor) -> float:
     """Return the mean over images of ``Σ_c Var_i[p_ic]``, the variance over peers i with divisor M − 1.
 
-    0 where all peers agree; 1 for two that are sure of different classes.
+    0 if all peers agree; 1 for two that are certain of different classes.
 
     Args:
         log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.

@@ -40,7 +40,7 @@ def retention_curve(
 
 
 def aurc(uncertainty: Tensor, correct: Tensor) -> float:
-    """Return the area under the risk-coverage curve, ``1/N Σ_k (errors among the k surest) / k``.
+    """Return the area under the risk-coverage curve, ``1/N Σ_k (errors among the k most certain) / k``.
 
     Lower is better. Ties are treated as in :func:`retention_curve`.
 
