@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ from peerbayes.data.splits import ArraySplit
 from peerbayes.data.transforms.corrupt import COMMON, SEVERITIES, corrupt
 from peerbayes.engine.processes import environment
 from peerbayes.inference.prediction import entropy_of, mean_of
-from peerbayes.math.noise import Address
+from peerbayes.math.noise import Address, uniform
 from peerbayes.runs.run import Run
 
 CPU = torch.device("cpu")
@@ -200,11 +201,42 @@ def image_network(classes: int, scale: tuple[float, float]) -> nn.Module:
 
 
 INTENTS, PIECES, DEPTH = 75, 16, 5  # the first intents; pieces of a text that are kept; layers that are frozen
+RATES = (0.04, 0.08, 0.12, 0.16, 0.2)  # of letters that are mistyped, one a severity
+PLACES = {
+    letter: (row, column + row / 2)
+    for row, letters in enumerate(("qwertyuiop", "asdfghjkl", "zxcvbnm"))
+    for column, letter in enumerate(letters)
+}
+NEIGHBOURS = {
+    letter: [other for other in PLACES if 0 < math.dist(place, PLACES[other]) < 1.2] for letter, place in PLACES.items()
+}
+
+
+def mistyped(text: str, rate: float, address: Address) -> str:
+    """Return a text in which letters are hit by chance, and each becomes a neighbour on the keyboard, swaps with the
+    next letter, or is left out, with equal chances. The last letter of a word has none to swap with, and stays then.
+    """
+    letters = list(text)
+    for i, (hit, kind, choice) in enumerate(uniform(address, 3 * len(text)).view(-1, 3).tolist()):
+        if hit >= rate or letters[i] not in NEIGHBOURS:
+            continue
+        if kind < 1 / 3:
+            near = NEIGHBOURS[letters[i]]
+            letters[i] = near[int(choice * len(near))]
+        elif kind < 2 / 3:
+            if text[i + 1 : i + 2] in PLACES:
+                letters[i], letters[i + 1] = letters[i + 1], letters[i]
+        else:
+            letters[i] = ""
+    return "".join(letters)
 
 
 @torch.inference_mode()
 def texts(root: Path, seed: int) -> dict[str, Any]:
-    """Return what the frozen part makes of CLINC150: 5 texts a class to learn, 4 to choose by, 6 to test."""
+    """Return what the frozen part makes of CLINC150: 5 texts a class to learn, 4 to choose by, 6 to test.
+
+    The shift is each test text with typing errors of one of 5 severities; out of distribution are queries of no intent.
+    """
     from tokenizers import Tokenizer
 
     given = json.loads((root / "clinc150.json").read_text())
@@ -228,16 +260,20 @@ def texts(root: Path, seed: int) -> dict[str, Any]:
             x = layer(x, present)
         return torch.cat([x, present.unsqueeze(2)], 2).unsqueeze(1)
 
-    def of(name: str, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def of(name: str, sizes: Sequence[int]) -> list[tuple[list[tuple[str, str]], Tensor]]:
         labels = np.array([numbers.get(label, -1) for _, label in given[name]])
         parts = blocks(labels, sizes, seed, len(names))
-        return [(features([given[name][i] for i in part]), torch.from_numpy(labels[part])) for part in parts]
+        return [([given[name][i] for i in part], torch.from_numpy(labels[part])) for part in parts]
 
-    (train, validation), (test,) = of("train", (5, 4)), of("test", (6,))
+    (learn, choose), ((test, labels),) = of("train", (5, 4)), of("test", (6,))
+    shifted = [
+        (mistyped(text, RATES[place % len(RATES)], Address(seed, "data", "mistyped", place)), label)
+        for place, (text, label) in enumerate(test)
+    ]
     found = {
-        "train": train,
-        "validation": validation,
-        "test": test,
+        **{name: (features(part), own) for name, (part, own) in (("train", learn), ("validation", choose))},
+        "test": (features(test), labels),
+        "shift": (features(shifted), labels),
         "outside": (features(given["oos_test"][seed::3]), None),
     }
     return {"classes": len(names), "splits": found}
@@ -420,7 +456,8 @@ def measure(
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])
         judged += judge(made.runs["peers"], "adopted, a peer", splits, ["first"])
         judged += judge(made.runs["peers"], "adopted, two peers", splits, ["first", "second"])
-        told = {key: made.record[key] for key in ("widths", "width", "verdict")}
+        told = {key: made.record[key] for key in ("widths", "width")}
+        told["verdict"] = made.record["verdict"].replace(f"{folder}/", "")
         return [{**row, "adoption": told} if row["row"] == "adopted" else row for row in judged]
 
     def bayesian() -> Run:
@@ -511,11 +548,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2", help="0,1,2 by default")
     parser.add_argument("--validation", action="store_true", help="judge on validation inputs alone")
     parser.add_argument("--threads", type=int, default=1, help="of the processor; 1 by default")
-    parser.add_argument("--out", type=Path, help="file of the record, rewritten after every seed")
+    parser.add_argument("--out", type=Path, help="file of the record, rewritten after every seed; other tasks stay")
     args = parser.parse_args(words)
     torch.set_num_threads(args.threads)
     names, seeds = list(TASKS) if args.only is None else [args.only], [int(one) for one in args.seeds.split(",")]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    if args.out is not None and args.out.exists():
+        for row in json.loads(args.out.read_text())["rows"]:
+            if row["task"] not in names:
+                found.setdefault((row["task"], row["seed"]), []).append(row)
     for whole, name, seed in itertools.product((False, True), names, seeds):  # what is asked about most comes first
         found[name, seed] = measure(
             name, seed, args.data_root, args.work, only_validation=args.validation, whole=whole

@@ -1,10 +1,11 @@
-"""Draw the table of what the default recipe is worth beside what people would use instead, from records.
+"""Compare the default recipe with what people would use instead: a table made from records.
 
     python benchmarks/worth.py results/yardsticks-digits.json
     python benchmarks/worth.py reproduced/results/worth-cifar100-resnet20*.json
 
-Prints Markdown: a line a method, peers and both as one apart, with and without a temperature; mean ± standard error
-over seeds, and the difference in NLL to the default recipe over the seeds that both have.
+Prints Markdown: one line for the peers of a method and one for their ensemble, each with and without a temperature.
+Figures are mean ± standard error over seeds. The last column is the difference in NLL to the default recipe, over the
+seeds that both have.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ KEPT = "0.8"  # share of the images whose accuracy is shown, by least disagreeme
 AGAINST = "default"  # which the others are compared with
 FORMS: dict[str, tuple[str, Callable[[Record], Sequence[Record]]]] = {
     "each": ("each peer", lambda record: record["peers"]),
-    "as one": ("both as one", lambda record: [record["ensemble"]] if "ensemble" in record else []),
+    "ensemble": ("ensemble", lambda record: [record["ensemble"]] if "ensemble" in record else []),
     "each mean": ("each peer in one pass", lambda record: _means(record["peers"])),
     "means": ("both in a pass each", lambda record: _means([record["ensemble"]] if "ensemble" in record else [])),
 }
-BASE = {"each mean": "each", "means": "as one"}  # what they are compared with, of the default
+BASE = {"each mean": "each", "means": "ensemble"}  # what they are compared with, of the default
 
 
-def _means(judged: Sequence[Record]) -> list[Record]:
+def _means(evaluated: Sequence[Record]) -> list[Record]:
     """Return the figures of mean weights, where they were evaluated."""
-    return [one["averaged"]["mean"] for one in judged if "averaged" in one]
+    return [peer["averaged"]["mean"] for peer in evaluated if "averaged" in peer]
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    """Return the records of files, those of one run joined: what one file says beside another's is added to it."""
+    """Return the records of files; figures of one run in several files are joined."""
     joined: dict[tuple[str, int], Record] = {}
     for path in paths:
-        found = json.loads(path.read_text())
-        for record in found if isinstance(found, list) else [found]:
+        content = json.loads(path.read_text())
+        for record in content if isinstance(content, list) else [content]:
             before = joined.setdefault((record["recipe"], record["seed"]), record)
-            for form in ("each", "as one"):
+            for form in ("each", "ensemble"):
                 parts = FORMS[form][1]
                 for one, other in zip(parts(before), parts(record), strict=True):
                     for key in ("out_of_distribution", "averaged"):
@@ -55,16 +56,16 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 def values(records: Sequence[Record], form: str, figure: Callable[[Record], float | None]) -> dict[int, float]:
     """Return a figure by seed, a mean over peers; nothing where a record has none."""
-    found = {}
+    by_seed = {}
     for record in records:
-        numbers = [figure(one) for one in FORMS[form][1](record)]
+        numbers = [figure(evaluated) for evaluated in FORMS[form][1](record)]
         if numbers and all(number is not None for number in numbers):
-            found[record["seed"]] = statistics.fmean(number for number in numbers if number is not None)
-    return found
+            by_seed[record["seed"]] = statistics.fmean(number for number in numbers if number is not None)
+    return by_seed
 
 
 def kept(ranking: str) -> Callable[[Record], float | None]:
-    """Return the accuracy of the images kept by a ranking; None of what has no disagreement."""
+    """Return the accuracy of the images kept by a ranking; None where there is no disagreement."""
 
     def figure(one: Record) -> float | None:
         if "selective" not in one:
@@ -77,20 +78,20 @@ def kept(ranking: str) -> Callable[[Record], float | None]:
 
 
 def auroc(other: str) -> Callable[[Record], float | None]:
-    """Return how well entropy tells a data set from elsewhere."""
+    """Return the AUROC of entropy against an out-of-distribution data set."""
 
     def figure(one: Record) -> float | None:
-        found = one.get("out_of_distribution", {}).get(other)
-        return None if found is None else found["auroc"]
+        scores = one.get("out_of_distribution", {}).get(other)
+        return None if scores is None else scores["auroc"]
 
     return figure
 
 
-def cell(found: Values, percent: bool = False) -> str:
+def cell(by_seed: Values, percent: bool = False) -> str:
     """Return mean ± standard error as text, of shares in percent."""
-    if not found:
+    if not by_seed:
         return ""
-    summary, decimals = summarise(number * (100 if percent else 1) for number in found.values()), 2 if percent else 3
+    summary, decimals = summarise(number * (100 if percent else 1) for number in by_seed.values()), 2 if percent else 3
     numbers = [summary.mean] + ([] if summary.standard_error is None else [summary.standard_error])
     return " ± ".join(_number(number, decimals) for number in numbers)
 
@@ -100,16 +101,16 @@ def _number(value: float, decimals: int) -> str:
     return ("−" if value < 0 else "") + (text[1:] if text.startswith("0.") else text)
 
 
-def difference(found: Values, against: Values) -> str:
-    """Return a paired difference as text, with what can't be told from nothing in words."""
-    if not found.keys() & against.keys() or found == against:
+def difference(by_seed: Values, against: Values) -> str:
+    """Return a paired difference as text; say so where it is not distinguishable."""
+    if not by_seed.keys() & against.keys() or by_seed == against:
         return ""
-    pair = paired_difference(found, against)
-    said = ("" if pair.difference < 0 else "+") + _number(pair.difference, 3)
+    pair = paired_difference(by_seed, against)
+    text = ("" if pair.difference < 0 else "+") + _number(pair.difference, 3)
     if pair.standard_error is None:
-        return said
-    said += f" ± {_number(pair.standard_error, 3)}"
-    return said if pair.distinguishable else f"{said}, not distinguishable"
+        return text
+    text += f" ± {_number(pair.standard_error, 3)}"
+    return text if pair.distinguishable else f"{text}, not distinguishable"
 
 
 def table(records: Sequence[Record]) -> str:
@@ -137,7 +138,7 @@ def table(records: Sequence[Record]) -> str:
     for name, own in by_recipe.items():
         pairs = len(own[0]["peers"]) > 1
         for form, (words, _) in FORMS.items():
-            if form in ("as one", "means") and not pairs:
+            if form in ("ensemble", "means") and not pairs:
                 continue
             for nll, ece, more in (("nll", "ece", ""), ("cnll", "cece", ", temperature")):
                 figures = [values(own, form, lambda one, key=key: one.get(key)) for key in ("accuracy", nll, ece)]  # type: ignore[misc]

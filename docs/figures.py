@@ -235,7 +235,7 @@ def guarantees() -> Figure:
     left.axvline(100 * level, color=GREY, linewidth=0.8)
     left.set(xlabel="coverage of the others, %", ylabel="splits", title=f"promised: {100 * level:g} %")
     left.legend(loc="upper left")
-    risks = [one for one in run["promises"] if "promised risk" in one]
+    risks = [one for one in run["promises"] if "promised risk" in one and not one["by_class"]]
     for one, colour in zip(risks, (BLUE, RED)):
         counts = np.array(one["histogram"]["counts"])
         edges = 100 * np.linspace(*one["histogram"]["edges"], len(counts) + 1)

@@ -1,4 +1,4 @@
-"""Make the best of a trained network: adopt it, predict, distil, compress.
+"""Adopt a trained network: make it Bayesian, predict, distil, compress.
 
 python examples/adopt_checkpoint.py [FOLDER] [EPOCHS]
 """

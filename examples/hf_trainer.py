@@ -1,6 +1,6 @@
-"""A posterior in the Trainer of Hugging Face: a small BERT, of random weights, whose weights get scales.
+"""Train a Bayesian BERT, small and with random weights, in the Trainer of Hugging Face.
 
-python examples/hf_trainer.py [FOLDER] [EPOCHS]        needs transformers and accelerate; asks no hub
+python examples/hf_trainer.py [FOLDER] [EPOCHS]        needs transformers and accelerate; downloads nothing
 """
 
 import sys

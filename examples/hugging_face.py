@@ -1,4 +1,4 @@
-"""From a data set of Hugging Face to two Bayesian networks that teach each other.
+"""Train two Bayesian networks that teach each other on a Hugging Face data set.
 
 pip install datasets
 python examples/hugging_face.py [FOLDER] [EPOCHS]

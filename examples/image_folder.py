@@ -1,4 +1,4 @@
-"""From a folder of images to two Bayesian networks that teach each other, and a page about them.
+"""Train two Bayesian networks that teach each other on a folder of images, and write their report page.
 
 python examples/image_folder.py [FOLDER] [EPOCHS]
 

@@ -1,4 +1,4 @@
-"""Make a network Bayesian: train it, put a Gaussian around its weights, and ask how sure it is.
+"""Make a network Bayesian: train it, put a Gaussian around its weights, and predict with uncertainty.
 
 python examples/make_bayesian.py [FOLDER]
 """
@@ -26,7 +26,7 @@ data = pb.data.load("digits", validation=200)  # or a folder of images, or pb.da
 # A deterministic network is a point posterior.
 plain = pb.fit({"net": pb.Point(network())}, data=data, recipe="mutual/digits-dnn", run=FOLDER / "plain")
 
-# The same network with a Gaussian for every weight, around the weights that it has learnt.
+# The same network with a Gaussian around every trained weight.
 bayesian = pb.MeanField(network(), start_from=plain["net"])
 run = pb.fit({"net": bayesian}, data=data, recipe="mutual/digits-vanilla", run=FOLDER / "bayesian")
 

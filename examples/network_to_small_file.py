@@ -1,4 +1,4 @@
-"""Store a Bayesian network in a small codebook of Gaussians, and account for its bytes.
+"""Store a Bayesian network in a small codebook of Gaussians, and show where its bytes are.
 
 python examples/network_to_small_file.py [FOLDER]
 """
@@ -12,7 +12,7 @@ from peerbayes.reports.file_sizes import size_table, sizes
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/examples/small-file")
 
 run = pb.train("sharing/digits-resnet8-dnn", FOLDER / "network")
-# A network without scales gets them first (stage 1), then its weights share a codebook, which is trained on.
+# A network without scales gets them first (stage 1). Then its weights share a codebook, which is trained further.
 small = pb.compress(run, into="sharing/small", run=FOLDER / "small", overrides=["stages.0.epochs=5"])
 
 print(f"{type(small).__name__} posterior, components: {small.counts()['components']}")

@@ -1,4 +1,4 @@
-"""Posteriors and terms in a training loop of one's own: two Bayesian networks that teach each other, in plain PyTorch.
+"""Train two Bayesian networks that teach each other in plain PyTorch, with a custom training loop.
 
 python examples/own_loop.py [FOLDER] [EPOCHS]
 """

@@ -1,4 +1,4 @@
-"""Make a recurrent network of one's own Bayesian, and let two of them teach each other.
+"""Make a custom recurrent network Bayesian, and let two of them teach each other.
 
 python examples/own_lstm.py [FOLDER] [EPOCHS]
 """
@@ -16,7 +16,7 @@ EPOCHS = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 
 
 class Rows(nn.Module):
-    """Read an image row by row, and classify it by what is remembered at the end."""
+    """Read an image row by row, and classify it by the last hidden state."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train with a term and a posterior of one's own: each is defined once, and works like those of the library.
+"""Train with a custom term and a custom posterior: each is defined once and works like those of the library.
 
 python examples/own_term_and_posterior.py [FOLDER]
 """

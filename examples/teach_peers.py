@@ -15,7 +15,7 @@ runs = []
 for recipe in ("mutual/digits-vanilla", "mutual/digits-dml"):  # alone, and by deep mutual learning
     for seed in (0, 1):
         folder = FOLDER / f"{recipe.split('-')[-1]}-seed{seed}"
-        # The network that a peer starts from is trained first, into a folder beside the runs, which both start from it.
+        # The network that `pretrained` starts from is trained first, once for each seed, next to the runs.
         runs.append(pb.train(recipe, folder, seed=seed, overrides=SHORT))
 
 # Means over seeds with their standard error, and what two seeds could have shown.

@@ -1,4 +1,4 @@
-"""From a CSV file of texts to two Bayesian networks that teach each other, and their predictions as a table.
+"""Train two Bayesian networks that teach each other on a CSV file of texts, and write their predictions as a table.
 
 python examples/texts_csv.py [FOLDER] [EPOCHS]
 

@@ -1,5 +1,6 @@
 """Adopting a network: its file and its module get their images alike, and what is not known of them is said once."""
 
+import re
 import sys
 import textwrap
 import warnings
@@ -11,10 +12,11 @@ from torch import nn
 
 import peerbayes as pb
 from commands import QUIET, called, refused
+from learners import stopped_at
 from peerbayes.adopting import SMALLER
-from peerbayes.errors import PeerbayesWarning
+from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.networks import build
-from peerbayes.networks.normalisation import IMAGENET_STATS, normalization_of, read_choice
+from peerbayes.networks.normalisation import IMAGENET_STATS, choice_in_words, normalization_of, read_choice
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.building import build_peer
@@ -153,6 +155,42 @@ def test_what_is_adopted_gets_its_images_as_asked_and_what_is_not_known_is_said_
     (plain,) = [row for row in made.record["rows"] if row["who"] == "plain"]
     assert plain["accuracy"] == pytest.approx(float((p.argmax(1) == labels).double().mean()))
     assert plain["accuracy"] == 1 or expected is None
+
+
+def test_what_goes_on_with_another_normalisation_is_refused(place, tmp_path, capsys):
+    file, network = trained(place, "bare", GIVEN)
+    words = ("adopt", file, "--network", "ownnets:bare", "--data", place / "dark.npz", "--epochs", 1, "--width", 0.1)
+    words += ("--corrupted", "none", "--set", "evaluation.draws=2", "--run", tmp_path / "file", *QUIET)
+    called(*words, "--normalize", "0.5,0.25")
+    (made, _) = adopted(place, network, tmp_path / "module", normalize=(0.5, 0.25))
+    for choice, name in (("none", "none"), ("auto", "auto"), ("0.5,0.2", "0.5,0.2")):
+        sentence = f"plain: holds a run with normalize=0.5,0.25, not {name}; give that, or choose another folder"
+        assert sentence in refused(capsys, *words, "--resume", "--normalize", choice)
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            adopted(place, network, tmp_path / "module", normalize=read_choice(choice), resume=True)
+    called(*words, "--resume", "--normalize", "0.50,.25")
+    again, _ = adopted(place, network, tmp_path / "module", normalize=[0.5, 0.25], resume=True)
+    assert again.record == made.record
+    for run in made.runs.values():  # as runs were before it was remembered
+        about = run.folder / "run.json"
+        about.write_text(about.read_text().replace('"normalize"', '"other"'))
+    adopted(place, network, tmp_path / "module", resume=True)
+
+
+@pytest.mark.parametrize("choice", ["auto", "imagenet", "data", None, (0.5, 0.25), ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])])
+def test_a_choice_is_read_as_it_is_written(choice):
+    assert read_choice(choice_in_words(choice)) == choice
+
+
+def test_an_interrupted_fit_goes_on_with_its_normalisation_alone(place, tmp_path):
+    _, network = trained(place, "bare", GIVEN)
+    options = {"data": str(place / "dark.npz"), "recipe": "plain", "run": tmp_path / "run", "device": "cpu",
+               "overrides": ["stages.0.epochs=2", "data.batch_size=30"], "checkpoint_every": 2}  # fmt: skip
+    with stopped_at(3):
+        pb.fit(network, normalize=GIVEN, **options)
+    with pytest.raises(InputError, match=re.escape("normalize=0.1,0.2,0.3,0.5,0.6,0.7, not none; give that")):
+        pb.fit(network, normalize=None, resume=True, **options)
+    assert normalization_of(pb.fit(network, normalize=GIVEN, resume=True, **options)["net"].network) == GIVEN
 
 
 def test_a_network_by_name_is_normalised_as_asked_too(place, tmp_path):

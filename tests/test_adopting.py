@@ -19,7 +19,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
 from peerbayes import metrics, networks
-from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _verdict
+from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_told, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
@@ -189,6 +189,10 @@ def test_promises_of_an_adoption_are_asked_for_by_its_folder(place, one_of_two, 
     assert refused(capsys, *words) == str(caught.value)
     assert "`adopt` has chosen" in refused(capsys, "calibrate", folder, "--coverage", 0.9)
     pb.calibrate(folder, dataclasses.replace(place[2], validation=place[2].test), coverage=0.9, device="cpu")
+    assert "coverage 0.8 is not promised, but 0.9; `peerbayes calibrate" in (
+        other := refused(capsys, "predict", folder, digit, "--coverage", 0.8)
+    )
+    assert other.endswith("--data IMAGES` promises it, by images that chose nothing")
     (told,) = json.loads(called(*words, "--json"))
     assert list(pb.load(folder).predict(digit, coverage=0.9).records()) == [told]
 
@@ -303,6 +307,29 @@ def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
     assert steps == []
 
 
+def test_a_module_goes_on_with_its_own_weights_and_data_alone(tmp_path):
+    def data(seed):
+        noise = torch.Generator().manual_seed(seed)
+        images, labels = torch.rand(100, 1, 4, 4, generator=noise), torch.randint(0, 3, (100,), generator=noise)
+        return pb.data.from_arrays((images[:60], labels[:60]), (images[60:], labels[60:]), 20)
+
+    def net(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+
+    how = {"run": tmp_path / "run", "epochs": 1, "widths": [0.1], "overrides": "evaluation.draws=2", "corrupted": None}
+    made = pb.adopt(net(0), data=data(0), normalize=None, device="cpu", **how)
+    how |= {"normalize": None, "device": "cpu", "resume": True}
+    with pytest.raises(InputError, match="plain: holds a run in which peer 'net' started from other weights; choose"):
+        pb.adopt(net(1), data=data(0), **how)
+    with pytest.raises(InputError, match=r"plain: was trained on other data \('arrays': 40 training, 20 validation"):
+        pb.adopt(net(0), data=data(1), **how)
+    for option in ({"name": "mlp"}, {"new_head": True}):
+        with pytest.raises(InputError, match=f"{next(iter(option))} is for files of weights, but a Sequential was"):
+            pb.adopt(net(0), data=data(0), **how, **option)
+    assert pb.adopt(net(0), data=data(0), **how).record == made.record
+
+
 def test_a_dry_run_says_all_and_writes_nothing(place, tmp_path):
     words = ("adopt", place[0] / "net.pth", "--network", "mlp", "--data", "digits", "--run", tmp_path / "run")
     words += ("--peers", 2, "--distill", "--compress", "--dry-run", "--json")
@@ -361,8 +388,18 @@ def test_a_network_that_has_learnt_the_validation_images_is_told_and_nothing_cho
     assert found.record["validation_learnt"]
     (warning,) = [text for text in told.warnings if "learnt" in text]
     assert warning.startswith("the network is right about 100.0 % of the 20 validation inputs, but ")
+    (headline,) = [text for text in told.headlines if "choose the width" in text]
+    assert headline.startswith(
+        "20 validation images choose the width, temperatures and what to ship; where the network"
+    )
+    assert headline.endswith("(they may be held out of what it was trained on), give others as validation split")
     assert found.record["verdict"] == f"Ship plain, as it is: nothing can be chosen, since {warning}"
     assert (found.record["ship"]["who"], found.record["ship"]["temperature"]) == ("plain", None)
+
+
+def test_texts_are_not_called_images():
+    texts = load((["a good one", "a bad one"] * 20, ["yes", "no"] * 20), validation=8)
+    assert _validation_told(texts).startswith("8 validation texts choose the width")
 
 
 def test_what_is_shipped_without_a_temperature_predicts_without_one(learnt):
@@ -445,9 +482,12 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_written(place, tmp_path, c
     assert not run.exists()
 
 
-def test_what_is_no_file_of_weights_is_refused(place):
+def test_what_is_no_file_of_weights_is_refused(place, adopted):
     with pytest.raises(InputError, match="expected a file of weights that ends in"):
         Adoption(place[0], "digits", place[0] / "x", name="mlp")
     with pytest.raises(InputError, match="no such file"):
         Adoption(place[0] / "none.pth", "digits", place[0] / "x", name="mlp")
+    run = place[0] / "run" / "plain"
+    with pytest.raises(InputError, match=f"{run}: is a run; adopt the weights of one of its peers: {run}/weights-"):
+        Adoption(run, "digits", place[0] / "x", name="mlp")
     assert ENSEMBLE == "ensemble"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from peerbayes.math.noise import Address
 from peerbayes.metrics import fit_temperature
 
 
@@ -57,6 +58,41 @@ def test_a_layer_is_that_of_bert_and_leaves_padding_out(script):
     x, present = torch.randn(3, 5, width), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]).bool()
     expected = theirs(x, src_key_padding_mask=~present)  # in training mode, where it takes no shortcut
     assert torch.allclose(layer(x, present)[present], expected[present], atol=1e-5)
+
+
+def test_letters_are_mistyped_at_the_rate_as_keyboards_have_it(script):
+    near = {pair for letter, others in script.NEIGHBOURS.items() for pair in ((letter, other) for other in others)}
+    assert {other for letter, other in near if letter == "s"} == set("awedxz")
+    assert len(near) == 2 * (9 + 8 + 6 + 2 * 9 + 2 * 7)  # in rows, then between them
+    assert all((other, letter) in near for letter, other in near)
+    text, address = "sss tt, " * 5000, Address(0, "data", "mistyped")
+    for rate in (0.04, 0.2):
+        typed = script.mistyped(text, rate, address)
+        assert typed == script.mistyped(text, rate, address)
+        assert typed != script.mistyped(text, rate, address.at(1))
+        letters = 5 * 5000
+        assert len(text) - len(typed) == pytest.approx(letters * rate / 3, rel=0.1)  # left out
+        assert sum(typed.count(one) for one in "awedxz") == pytest.approx(3 * 5000 * rate / 3, rel=0.15)
+        assert sum(typed.count(one) for one in "rfgy") == pytest.approx(2 * 5000 * rate / 3, rel=0.15)
+        assert typed.count(", ") == 5000
+    assert script.mistyped("what's up, 42?", 0.0, address) == "what's up, 42?"
+    swapped = [script.mistyped("ab 7", 0.2, address.at(number)) for number in range(2000)]
+    assert swapped.count("ba 7") == pytest.approx(2000 * 0.2 / 3, rel=0.25)
+
+
+def test_another_task_stays_in_the_record(script, tmp_path, monkeypatch):
+    def row(task, seed):
+        part = {"accuracy": 0.5, "nll": 1.0, "ece": 0.1}
+        return {"task": task, "seed": seed, "row": "plain + temperature", "passes": 1, "bytes": 8, "test": part,
+                "validation": part}  # fmt: skip
+
+    monkeypatch.setattr(script, "measure", lambda name, seed, *_, **__: [row(name, seed)])
+    monkeypatch.setattr(script.importlib.metadata, "version", lambda _: "1")
+    out = tmp_path / "record.json"
+    for words in (["--seeds", "0,1"], ["--seeds", "2", "--only", "texts"]):
+        assert script.main([*words, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["task"], row["seed"]) for row in rows] == [("images", 0), ("images", 1), ("texts", 2)]
 
 
 def test_a_temperature_is_not_fitted_to_what_it_is_judged_on(script):

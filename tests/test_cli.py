@@ -531,13 +531,13 @@ def test_resume_removes_what_a_killed_report_has_left(place, trained, tmp_path):
     assert not list(run.glob(".*"))
 
 
-def test_resume_without_a_run_says_that_it_starts_anew(place, tmp_path, capsys):
+def test_resume_without_a_run_says_that_it_starts_a_new_one(place, tmp_path, capsys):
     words = ("train", place / "small.toml", "--seeds", "0,1", "--run", tmp_path, "--device", "cpu")
-    said = [f"{tmp_path / name}: no run there yet: starting anew" for name in ("seed0", "seed1")]
+    said = [f"{tmp_path / name}: no run to resume, starting a new one" for name in ("seed0", "seed1")]
     called(*words, *change("stages.0.epochs=1"), "--resume")
-    assert [line for line in capsys.readouterr().err.splitlines() if "anew" in line] == said
+    assert [line for line in capsys.readouterr().err.splitlines() if "no run to resume" in line] == said
     called(*words, *change("stages.0.epochs=1"), "--resume")
-    assert "anew" not in capsys.readouterr().err
+    assert "no run to resume" not in capsys.readouterr().err
 
 
 def test_a_failed_training_is_one_sentence_and_exit_code_1(place, tmp_path, capsys):
@@ -589,7 +589,7 @@ def test_a_wrong_command_line_is_one_sentence(capsys, words):
 
 def test_an_option_without_its_value_says_what_it_is_for(capsys):
     found = refused(capsys, "train", "x", "--seeds")
-    assert found == "Option '--seeds' requires an argument. Several seeds, such as 0,1,2; a run each; see --help"
+    assert found == "Option '--seeds' requires an argument. Several seeds, such as 0,1,2; one run each; see --help"
 
 
 def test_the_end_of_a_key_is_enough_to_be_told_the_whole(capsys, place):

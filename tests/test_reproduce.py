@@ -80,7 +80,7 @@ def test_what_the_default_is_worth_is_a_table_of_paired_differences(script, tmp_
     assert (plain[1], plain[3], plain[4], plain[5]) == ("1.250 ± .144", "", "75.00 ± .00", "")
     assert tempered[1] == ".750 ± .144"
     assert plain[6].startswith("−1.000 ± .000")  # of peers, whose mean is 2 and more
-    ensemble = rows["made-default, both as one"]
+    ensemble = rows["made-default, ensemble"]
     assert (ensemble[1], ensemble[3], ensemble[5], ensemble[6]) == ("2.000 ± .144", "90.00 ± .00", ".875 ± .000", "")
     (tmp_path / "d.json").write_text(json.dumps([one[0] | {"recipe": "yardsticks/made-other", "network": "another"}]))
     drawn.main([str(tmp_path / "a.json"), str(tmp_path / "d.json")])

@@ -64,8 +64,8 @@ def place(tmp_path, monkeypatch):
         ("distill model.pth --data my-images", "No such option: --data (Possible options: --data-root); distill takes "
                                                "--set data.name=NAME; see --help"),
         # --epochs
-        ("train plain --epochs", "Option '--epochs' requires an argument. Epochs in all; milestones and warm-up in "
-                                 "proportion; see --help"),
+        ("train plain --epochs", "Option '--epochs' requires an argument. Total epochs; milestones and warm-up "
+                                 "scale in proportion; see --help"),
         ("train plain --epochs 0", "Invalid value for '--epochs': Input should be greater than or equal to 1; see "
                                    "--help"),
         ("train mutual/cifar10-resnet20-ours --epochs 1",

@@ -4,11 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import peerbayes
 from commands import QUIET, called, process, write_small
 
+SOURCE = str(Path(peerbayes.__file__).parents[1])
 PLANTED = """
 import pathlib
 pathlib.Path("MARK").write_text("ran")
@@ -118,6 +121,28 @@ def test_a_recipe_of_ones_own_is_trained_as_before(planted):
     assert process("train", "recipe.toml", "--run", "mine", "--resume", *QUIET, cwd=run).returncode == 0
     assert mark.exists()
     assert "--trust" in process("evaluate", "mine", cwd=run).stderr
+
+
+def test_the_installed_command_finds_a_module_in_the_working_folder_last(planted, tmp_path):
+    run, mark = planted("network")
+    command = tmp_path / "bin" / "peerbayes"  # what an installer writes
+    command.parent.mkdir()
+    command.write_text("from peerbayes.cli import main\nmain()\n")
+    shutil.copy(run / "planted.py", run / "numpy.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
+
+    def done(*words, **more):
+        words = (sys.executable, command, *words)
+        return subprocess.run(words, cwd=run, capture_output=True, text=True, env=env | more, timeout=120)
+
+    words = ("train", "recipe.toml", "--run", "mine", *QUIET)
+    refused = done(*words, PYTHONSAFEPATH="1")
+    assert (refused.returncode, mark.exists()) == (2, False)
+    assert "No module named 'planted'; install it, or name its folder in PYTHONPATH" in refused.stderr
+    assert "--trust" in done("evaluate", ".").stderr
+    assert not mark.exists()
+    trained = done(*words)
+    assert (trained.returncode, mark.exists()) == (0, True), trained.stderr
 
 
 CODE = """

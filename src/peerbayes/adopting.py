@@ -100,6 +100,9 @@ class Adoption:
         root: str | Path | None = None,
     ) -> None:
         check_seed(seed)
+        if isinstance(network, nn.Module) and (name is not None or new_head):
+            raise InputError(f"{'new_head' if name is None else 'name'} is for files of weights, but a "
+                             f"{type(network).__name__} was given; leave it out")  # fmt: skip
         if peers not in (0, 2):
             raise InputError(f"peers is {peers!r}, expected 2, or 0 for none")
         if not isinstance(epochs, int) or epochs < 1:
@@ -250,6 +253,8 @@ class Adoption:
 
 def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
     path = Path(network).expanduser()
+    if (path / "recipe.toml").is_file():
+        raise InputError(f"{path}: is a run; adopt the weights of one of its peers: {path}/weights-PEER.safetensors")
     if not is_checkpoint(path):
         raise InputError(f"{path}: expected a file of weights that ends in {', '.join(ENDINGS)}")
     if not path.is_file():
@@ -306,7 +311,7 @@ def adopt(
         seed: seed of everything random.
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, adopt)
@@ -430,9 +435,10 @@ def plan_rows(adoption: Adoption, how: How, resume: bool, smaller: Sequence[str]
 
 
 def _validation_told(data: Dataset) -> str:
+    items = "images" if data.vocabulary is None else "texts"
     return (
-        f"{len(data.validation or ())} validation images choose the width, temperatures and what to ship; the network "
-        "should not have learnt them"
+        f"{len(data.validation or ())} validation {items} choose the width, temperatures and what to ship; where the "
+        "network has learnt them (they may be held out of what it was trained on), give others as validation split"
     )
 
 
@@ -550,7 +556,7 @@ def _verdict(rows: Sequence[Record]) -> tuple[Record, str]:
             break
     ship = {key: row[key] for key in ("who", "run", "peer", "temperature", "validation_nll", "passes")}
     told = "" if row["temperature"] is None else f" (T = {row['temperature']:.2f})"
-    said = f"Ship {row['who']}{told}: on the validation images its NLL is {row['validation_nll']:.3f}"
+    said = f"Ship {row['who']}{told}: on the validation split its NLL is {row['validation_nll']:.3f}"
     if row is not best:
         rest = f"{best['who']}, {best['validation_nll']:.3f} ({gap:.3f} ± {error:.3f} less)"
         cost = f", for {_passes(row)} instead of {best['passes']}" * (row["passes"] != best["passes"])

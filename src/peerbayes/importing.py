@@ -14,7 +14,7 @@ from peerbayes.errors import InputError, reason
 _IN_RUN: ContextVar[bool] = ContextVar("in_run", default=False)
 _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 _ALLOWED: set[str] = set()  # what the user's recipes and trusted run folders have named in this process
-_LAST: list[str] = []  # folders that only allowed imports search, after all others
+_LAST: list[str] = []  # folders that only allowed imports search, after all others; "" is the working folder
 
 
 @contextlib.contextmanager

@@ -437,7 +437,7 @@ def test_members_are_judged_as_one_network_by_each_way_to_average_them(student, 
         assert f"in one pass ({way}):" in text
     assert contents(student.folder) == before
     told = refused(capsys, "evaluate", teachers.folder, "--averaged", "--device", "cpu")
-    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: they are plain networks"
+    assert told == f"--averaged: no peer of {teachers.folder} has weights to average: all are plain networks"
 
 
 def test_a_recipe_is_a_teacher_that_is_trained_first_wherever_it_stands(runs, tmp_path):
@@ -1064,7 +1064,7 @@ def test_texts_have_no_figure_of_perturbations(texts, tmp_path, capsys):
     words = ("--into", "distillation/kd", "--run", tmp_path / "student", *QUIET, *change("stages.0.epochs=1"))
     called("distill", texts, tmp_path / "again", *words)
     found = refused(capsys, "figure", "perturbations", tmp_path / "student", "--out", tmp_path / "x.png")
-    assert found == f"{tmp_path / 'student'}: learnt texts, which take no steps: expected a run that learnt images"
+    assert found == f"{tmp_path / 'student'}: was trained on texts, which cannot be perturbed; expected a run on images"
 
 
 # ---- the packaged recipes -------------------------------------------------------------------------------------------

@@ -619,6 +619,10 @@ class Endless(IterableDataset):
             r"item 1 is an image of shape \(3, 4, 8\) .* expected \(3, 6, 8\)",
         ),
         ([COLOUR[0], COLOUR[1]], r"train: item 0 is a ndarray, expected \(image, label\) or \(text, label\)"),
+        (
+            (COLOUR, LABELS, COLOUR, LABELS),
+            r"item 0 is a ndarray, expected .*; splits are given by name, \{'train': \.\.\., 'test': \.\.\.\}",
+        ),
         ([(1, 2, 3)], r"train: item 0 is a tuple of 3, expected \(image, label\)"),
         ([(1.5, 0)], r"train: item 0: expected an image \(a PIL image, an array or a tensor\), got a float"),
         (

@@ -250,7 +250,7 @@ def test_a_certificate_and_names_have_their_place_in_the_card(folder, plain):
     about |= {"certificate": {**told, "coverage": sets}, "class_names": ["a|b", "<script>", "c\n# d"]}
     text = model_card(plain, about, Run(folder / "plain"))
     assert (
-        "## Certificate\n\n- LAC sets hold the true class with probability 0.9 (150 images; scores up to 0.6)" in text
+        "## Certificate\n\n- LAC sets hold the true class with probability 0.9 (150 inputs; scores up to 0.6)" in text
     )
     assert "Shown on 150 inputs of a\\|b; 50 others fitted the temperature (seed 0)." in text
     assert 'run.predict("photos/", coverage=0.9).to_csv' in text

@@ -292,7 +292,7 @@ def test_images_of_another_shape_than_the_network_has_learnt_are_one_sentence(kn
             found.predict(colour, draws=1)
         return
     found.input_shape = (1, 4, 4)
-    words = r"^the network can't take images of shape \(3, 4, 4\), it has learnt those of shape \(1, 4, 4\): .+$"
+    words = r"^the network can't take images of shape \(3, 4, 4\), it was trained on shape \(1, 4, 4\): .+$"
     with pytest.raises(InputError, match=words):
         found.predict(colour, draws=1)
     with pytest.raises(InputError, match=r"images have shape \(1, 4, 4\), expected \(N, 1, 4, 4\)"):

@@ -635,7 +635,7 @@ def test_kernel_options_are_checked():
 # ---- forward mode ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, at first use
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")  # torch's own, at first use
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 1 + 1e-9, 2.0])
 def test_forward_mode_through_renyi(alpha):
     z_p, z_q = (logits(3, 4, seed=seed).requires_grad_() for seed in (1, 2))
@@ -648,7 +648,7 @@ def test_forward_mode_through_renyi(alpha):
     )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, at first use
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")  # torch's own, at first use
 def test_forward_mode_through_gaussian_kl():
     inputs = [x.requires_grad_() for x in gaussians(5)]
     assert torch.autograd.gradcheck(

@@ -326,7 +326,7 @@ def verb(capsys, *arguments):
         (["divergence", "--out", "png"], "png: expected a file that ends in .png, .pdf or .svg"),
         (["divergence", "runs"], "figure divergence: takes no runs"),
         (["curves"], "figure curves: give run folders, or folders of runs"),
-        (["grid", "runs", "--by-peer"], "figure grid: peers are drawn one by one for curves, gap and entropy"),
+        (["grid", "runs", "--by-peer"], "figure grid: by_peer is for curves, gap and entropy"),
         (["gap", "nowhere"], "nowhere: neither a run folder nor a folder of runs"),
     ],
 )

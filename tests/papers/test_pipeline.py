@@ -243,7 +243,7 @@ def test_the_time_of_a_prediction_is_the_best_of_those_after_the_first(monkeypat
 
 
 def test_runs_that_came_about_otherwise_are_refused(chain):
-    with pytest.raises(InputError, match="came about by different steps"):
+    with pytest.raises(InputError, match="the runs have different steps"):
         pipeline([chain.folder, run_of(chain, "scaled").folder], device="cpu")
 
 

@@ -451,7 +451,7 @@ def test_numbers_at_points_lie_on_nothing_and_stay_where_there_is_room(apart, le
 
 def test_any_axis_of_sizes_has_two_labels_or_more_with_a_sixth_of_it_each():
     for low, factor in itertools.product(np.geomspace(1e3, 1e4, 20), np.geomspace(against_bytes.NARROW, 1e6, 60)):
-        places = against_bytes._places(low, low * factor)
+        places = against_bytes._round_numbers(low, low * factor)
         assert len(places) > 1, (low, factor)
         assert np.diff(np.log(places)).min() > 0.166 * np.log(factor), (low, factor)
 
@@ -530,7 +530,7 @@ def test_the_verb_writes_a_picture_and_prints_its_numbers(runs, tmp_path, capsys
             "dnn-seed0: its weights have no scales; expected a mean-field posterior or shared",
         ),
         (["posterior", "k4-seed0", "--layer", "fc"], "k4-seed0: there is no layer 'fc'; known: "),
-        (["bytes", "k4-seed0", "--layer", "fc"], "figure bytes: one layer alone is for posterior"),
+        (["bytes", "k4-seed0", "--layer", "fc"], "figure bytes: layer is for posterior"),
     ],
 )
 def test_what_can_not_be_drawn_is_one_sentence(runs, tmp_path, capsys, words, sentence):

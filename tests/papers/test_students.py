@@ -131,9 +131,9 @@ def test_entropies_are_means_over_seeds(place, tmp_path):
 def test_what_entropy_can_not_draw_is_one_sentence(place, tmp_path, capsys):
     where = "--out", tmp_path / "x.png", "--device", "cpu"
     found = refused(capsys, "figure", "entropy", place / "plain", *where)
-    assert found == "figure entropy: no recipe names a data set from elsewhere; give one by --ood"
+    assert found == "figure entropy: no recipe names an out-of-distribution data set; give one by --ood"
     found = refused(capsys, "figure", "line", place / "plain", "--ood", "digits", *where)
-    assert found == "figure line: data from elsewhere are for entropy"
+    assert found == "figure line: ood is for entropy"
     assert "no data set 'nowhere'" in refused(capsys, "figure", "entropy", place / "plain", "--ood", "nowhere", *where)
     assert list(tmp_path.iterdir()) == []
 
@@ -263,7 +263,7 @@ def test_an_epoch_without_a_figure_is_left_out_of_the_line(place, tmp_path):
 
 def test_who_was_not_distilled_was_not_apart(place, tmp_path, capsys):
     found = refused(capsys, "figure", "diversity", place / "ensemble", "--out", tmp_path / "x.png")
-    assert found.endswith("ensemble: was not distilled from several teachers, so nobody was apart")
+    assert found.endswith("ensemble: was not distilled from several teachers, so it has no pairwise KL")
 
 
 def test_kinds_of_steps_are_compared_by_how_far_apart_all_are(place, tmp_path):

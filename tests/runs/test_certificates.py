@@ -204,8 +204,8 @@ def test_the_command_makes_promises_and_keeps_them(run, tmp_path):
     promised = Run(run.folder).certificate
     assert Certificate.parse(record["certificate"], "printed") == promised
     table = called(*words)
-    assert "LAC sets hold the true class with probability 0.95 (450 images" in table
-    assert "with probability 0.9, at most 2 % of answers are wrong (450 images" in table
+    assert "LAC sets hold the true class with probability 0.95 (450 inputs" in table
+    assert "with probability 0.9, at most 2 % of answers are wrong (450 inputs" in table
     images, _ = on_test(run)
     pictures = tmp_path / "pictures"
     pictures.mkdir()
@@ -246,10 +246,10 @@ def test_long_sets_are_cut_where_people_read_them():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--coverage", "0.999"], "450 images are left to show it on, and it takes at least 999; hold out 1332"),
-        (["--risk", "0.001"], "450 images are left to show it on, and it takes at least 2302; hold out 3070"),
-        (["--coverage", "0.99", "--by-class"], "images of class '0' are left to show it on, and it takes at least 99"),
-        (["--risk", "0.05", "--by-class"], "images predicted as class '0' are left to show it on, and it takes at"),
+        (["--coverage", "0.999"], "it needs at least 999 calibration inputs, and there are 450; hold out 1332"),
+        (["--risk", "0.001"], "it needs at least 2302 calibration inputs, and there are 450; hold out 3070"),
+        (["--coverage", "0.99", "--by-class"], "it needs at least 99 calibration inputs of class '0', and there are"),
+        (["--risk", "0.05", "--by-class"], "calibration inputs predicted as class '0', and there are"),
         (["--coverage", "1"], "coverage is 1.0, expected a number between 0 and 1"),
         (["--risk", "-0.1"], "risk is -0.1, expected a number between 0 and 1"),
         (["--risk", "0.1", "--delta", "2"], "delta is 2.0, expected a number between 0 and 1"),
@@ -274,7 +274,9 @@ def test_the_number_of_images_that_is_asked_for_is_enough():
 
 
 def test_a_network_that_knows_nothing_can_promise_no_risk(pair, capsys):
-    assert "images are left" in refused(capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU)
+    assert "it needs at least 45 calibration inputs" in refused(
+        capsys, "calibrate", pair.folder, "--risk", "0.05", *CPU
+    )
     told = refused(capsys, "calibrate", pair.folder, "--risk", "0.3", *CPU)
     assert "risk 0.3 (delta 0.1) can't be promised: of the" in told
     assert told.endswith("promise a higher risk")
@@ -406,6 +408,9 @@ def test_an_export_stays_as_it_is(run, tmp_path, capsys):
             told = refused(capsys, "calibrate", run.folder, path, *words, *CPU)
             assert told.endswith("calibrate the run, then export it again")
     called("evaluate", tmp_path / "out", *CPU)
+    images, _ = on_test(run)
+    with pytest.raises(InputError, match="promises what it was made with: calibrate the run, then export it again"):
+        Run(tmp_path / "out").predict(images, risk=0.07)
     assert "is an export; the record is not written" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
 

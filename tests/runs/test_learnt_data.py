@@ -74,6 +74,34 @@ def rename_back(folder):
         os.rename(folder / part / "dog", folder / part / "ant")
 
 
+def test_classes_named_by_numbers_are_those_of_a_table_where_both_have_one_order(tmp_path):
+    def both(classes):
+        """Return a folder and a table of the same images; their classes are named 0, 1, ..."""
+        rows = ["path,label,split"]
+        for number in range(4 * classes):
+            part, name = ("train", "val")[number >= 3 * classes], str(number % classes)
+            file = tmp_path / str(classes) / part / name / f"{number:03}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture(number).save(file)
+            rows.append(f"{file},{name},{'train' if part == 'train' else 'test'}")
+        table = tmp_path / f"{classes}.csv"
+        table.write_text("\n".join(rows))
+        return tmp_path / str(classes), table
+
+    folder, table = both(11)
+    of_folder = learnt(folder, tmp_path / "a", "data.classes=11")
+    of_table = learnt(table, tmp_path / "b", "data.classes=11")
+    assert of_folder.about["class_names"][:4] == ["0", "1", "10", "2"]  # as texts, as torchvision's ImageFolder does
+    with pytest.raises(pb.InputError, match="has learnt class 2 as '10', but in 11 it is '2'"):
+        evaluate(of_folder, data=table, device="cpu")
+    with pytest.raises(pb.InputError, match="has learnt class 2 as '2', but in 11 it is '10'"):
+        evaluate(of_table, data=folder, device="cpu")
+    folder, table = both(10)
+    run = learnt(folder, tmp_path / "c", "data.classes=10")
+    one, other = (evaluate(run, device="cpu", **given)["peers"][0] for given in ({}, {"data": table}))
+    assert one["accuracy"] == other["accuracy"]
+
+
 def test_images_of_another_size_are_refused_but_may_be_asked_for(folder, tmp_path, capsys):
     run = learnt(folder, tmp_path / "run")
     picture(3, 16).save(folder / "train" / "ant" / "000.png")

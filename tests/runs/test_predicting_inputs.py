@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_all_peers_are_averaged_and_then_tempered(colours, pictures):
     assert alone.temperature == colours["b"].temperature
     with pytest.raises(UnknownPeer, match="there is no peer 'c'"):
         colours.predict(pictures, "c")
-    with pytest.raises(InputError, match="without a posterior of its own, or with several"):
+    with pytest.raises(InputError, match="cannot replay a prediction without a posterior, or of several peers"):
         found.replay(0)
     assert alone.replay(2).keys() == colours["b"].draw(alone.address.at(2)).keys()
 
@@ -204,6 +205,47 @@ def test_it_is_the_same_batch_by_batch_and_tells_how_far_it_is(colours, pictures
     assert list(again.inputs) == list(whole.inputs)
     torch.testing.assert_close(again.log_probabilities, whole.log_probabilities)
     torch.testing.assert_close(again.disagreement, whole.disagreement)
+
+
+class Columns:
+    """What of a Hugging Face data set is used; the real one is tested where it is installed."""
+
+    def __init__(self, table, classes=()):
+        self.table, self.column_names = table, list(table)
+        self.features = {name: types.SimpleNamespace(**({"names": []} if name in classes else {})) for name in table}
+
+    def __len__(self):
+        return len(self.table[self.column_names[0]])
+
+    def __getitem__(self, key):
+        return self.table[key] if isinstance(key, str) else {name: rows[key] for name, rows in self.table.items()}
+
+
+def real_columns(table, classes=()):
+    datasets = pytest.importorskip("datasets")
+    kinds = {int: datasets.Value("int64"), str: datasets.Value("string")}
+    features = {name: kinds.get(type(rows[0]), datasets.Image()) for name, rows in table.items()}
+    features |= {name: datasets.ClassLabel(num_classes=9) for name in classes}
+    return datasets.Dataset.from_dict(table, features=datasets.Features(features))
+
+
+@pytest.mark.parametrize("make", [Columns, real_columns])
+def test_a_data_set_of_hugging_face_is_the_list_of_its_images_or_texts(make, colours, texts):
+    chance = np.random.default_rng(4)
+    pictures = [Image.fromarray(chance.integers(0, 256, (12, 9, 3), np.uint8)) for _ in range(3)]
+    wanted = colours.predict(pictures, device="cpu").log_probabilities
+    for more, classes in (({}, ()), ({"label": [0, 1, 0]}, ()), ({"kind": [0, 1, 0], "note": ["a"] * 3}, ("kind",))):
+        given = make({**more, "image": pictures}, classes)
+        torch.testing.assert_close(colours.predict(given, device="cpu").log_probabilities, wanted, rtol=0, atol=0)
+    said = ["a bad film", "a good one"]
+    wanted = texts.predict(said, device="cpu")
+    found = texts.predict(make({"label": ["x", "y"], "text": said}), device="cpu")
+    assert list(found.inputs) == said
+    torch.testing.assert_close(found.log_probabilities, wanted.log_probabilities, rtol=0, atol=0)
+    with pytest.raises(InputError, match=r"no column holds images or texts \(columns: 'label', 'width'\)"):
+        colours.predict(make({"label": [0], "width": [3]}), device="cpu")
+    with pytest.raises(InputError, match="got a dict; give one of its splits or columns"):
+        colours.predict({"test": make({"image": pictures})}, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_codebook_of_few_weights_is_told_and_the_others_are_halved(place, monk
     how = ("--set", "peers.0.posterior.components=4", "--set", "peers.0.posterior.outliers=false", "-q")
     assert ended("compress", "runs/t/weights-b.safetensors", *how, "--run", "runs/s", "--set", "stages.0.epochs=1") == 0
     told = capsys.readouterr().err
-    assert "peer 'net': 20 of 762 weights share a codebook; all others, 'embedding.weight' above all, have no" in told
+    assert "peer 'net': 20 of 762 weights share a codebook; the others, mostly 'embedding.weight', have no" in told
     assert json.loads(called("size", "runs/s", "--json"))[0]["parts"]["everything else"] < 2 * 742 + 200
     assert "news holds texts, expected images to corrupt" in refused(
         capsys, "evaluate", "runs/s", "--corrupted", "made"

@@ -333,6 +333,17 @@ def test_connections_that_trickle_are_closed(texts, sent, status):
         assert bool(said) == bool(status)
 
 
+def test_requests_that_are_refused_are_not_logged(certified, started):
+    server = started(certified)
+    where = server.address.removeprefix("http://").split(":")
+    upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    for sent, status in ((b"no request\r\n\r\n", b"400"), (upgrade, b"200")):
+        with socket.create_connection((where[0], int(where[1]))) as client:
+            client.sendall(sent)
+            assert client.recv(100).split()[1] == status
+    assert server.end(signal.SIGTERM) == (0, "stopped\n", "")
+
+
 def test_more_connections_than_files_leave_room_for_others(certified, started):
     server = started(certified, files=200)
     port = int(server.address.rpartition(":")[2])

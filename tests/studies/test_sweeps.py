@@ -692,7 +692,7 @@ def test_an_interrupted_command_says_how_to_go_on(driver, place, tmp_path):
     while not list(tmp_path.glob("out/*-seed0/metrics.jsonl")) and time.monotonic() < until:
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)
-    assert driver.end() == ([130], ["peerbayes: interrupted; the same command goes on\n"])
+    assert driver.end() == ([130], ["peerbayes: interrupted; the same command continues\n"])
     assert len(trials_of(tmp_path / "out", "point", optuna.trial.TrialState.WAITING)) == 2
 
 

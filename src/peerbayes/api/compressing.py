@@ -50,7 +50,7 @@ def compress(
         seed: seed of everything random.
         overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         how: see `How`.
     """
     refuse_unknown(how, compress)

@@ -50,7 +50,7 @@ def train(
         seed: seed of everything random.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         how: see `How`.
 
     Example:
@@ -104,7 +104,7 @@ def fit(
         seed: seed of draws, order and augmentation.
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         how: see `How`.
 
     Example:

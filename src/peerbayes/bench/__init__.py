@@ -1,4 +1,4 @@
 """Speed and memory on this machine: engines, a point pair, bayesian-torch, prediction, shared weights, and growth.
 
-Images are random. In a record ``measurements`` holds what was timed, and ``figures`` is a function of it alone.
+Images are random. In a record ``figures`` is a function of ``measurements`` alone.
 """

@@ -21,7 +21,7 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 
 VIT = "sharing.clustering_vit_s"
-FIELD = "mean_field"  # Bayes by Backprop, which shared weights are measured against
+FIELD = "mean_field"  # Bayes by Backprop, the reference for shared weights
 LEARNING = {"point": "dnn", FIELD: "stage1", **dict.fromkeys(("hierarchical", "moment", "cluster"), "shared")}
 
 
@@ -37,12 +37,12 @@ def vit_weights(wide: int = 768) -> nn.Module:
 
 
 class SharedWeights:
-    """A mean-field posterior, its codebook, and what can be timed of them.
+    """Timings of a mean-field posterior and its codebook.
 
     Args:
         bench: the machine, the data and the plan.
-        network: whose weights are shared.
-        components: how many there are at first.
+        network: to share the weights of.
+        components: before merging.
     """
 
     def __init__(self, bench: Bench, network: str, components: int) -> None:
@@ -51,13 +51,13 @@ class SharedWeights:
 
     @cached_property
     def field(self) -> MeanField:
-        """An untrained mean-field posterior that is to be shared."""
+        """The untrained mean-field posterior."""
         network = networks.build(self.network, network_inputs(self.data))
         return MeanField(network, rho=-6.0, prior="anchored", prior_std=0.1).to(self.device)
 
     @cached_property
     def codebook(self) -> tuple[Codebook, dict[str, Any]]:
-        """Its codebook, with the account of how it was made; noise stands for gradients."""
+        """Its codebook and the account of how it was made, with noise as gradients."""
         return self._share(self.field)
 
     def _share(self, field: MeanField) -> tuple[Codebook, dict[str, Any]]:

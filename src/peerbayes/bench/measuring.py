@@ -1,4 +1,4 @@
-"""Run the benchmark: what is measured, in which order, and its record."""
+"""Run the benchmark in order, and write its record."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.run import read_json
 from peerbayes.training.reporters import Reporter
 
-Measurement = tuple[tuple[str, ...], bool, Callable[[], Measured]]  # keys, whether it needs a GPU, and how
+Measurement = tuple[tuple[str, ...], bool, Callable[[], Measured]]  # keys, whether a GPU is needed, and the function
 
 
 def measurements(bench: Bench) -> list[Measurement]:
-    """Return what is to be timed, the headlines first."""
+    """Return the timings to make, the headlines first."""
     plan, planned = bench.plan, list[Measurement]()
 
     def epochs(
@@ -104,12 +104,12 @@ def run(
     """Measure, and write the record after every measurement.
 
     Args:
-        device: where to measure; ``auto`` takes a GPU where there is one.
+        device: where to measure; ``auto`` prefers a GPU.
         out: the record; by default ``results/bench-MACHINE.json``.
-        only: figures to measure; others that the file holds are kept if hardware, versions and settings are the same.
+        only: figures to measure; others in the file are kept if hardware, versions and settings are the same.
         quick: smoke test: a few steps of every measurement.
-        budget: seconds after which no measurement is started.
-        reporter: is told each figure.
+        budget: seconds after which no measurement starts.
+        reporter: of each figure.
         student: another network for the students and teachers of distillation.
 
     Returns:
@@ -118,15 +118,15 @@ def run(
     if budget is not None and not budget > 0:
         raise InputError(f"--budget {budget:g}: nothing would be measured; expected seconds above 0")
     began, target = time.perf_counter(), pick_device(device)
-    usual = Workload() if target.type == "cuda" else CPU
-    plan = replace(QUICK, engine=usual.engine, precision=usual.precision) if quick else usual
+    default = Workload() if target.type == "cuda" else CPU
+    plan = replace(QUICK, engine=default.engine, precision=default.precision) if quick else default
     bench = Bench(target, plan if student is None else replace(plan, student=student))
     if student is not None:
         with torch.random.fork_rng([]):
             networks.build(student, network_inputs(bench.data))  # fail now if it cannot be built
     todo = measurements(bench)
     keys = [key for names, _, _ in todo for key in names]
-    wanted = {key for name in only for key in needed(name, keys)} if only else set(keys)
+    requested = {key for name in only for key in needed(name, keys)} if only else set(keys)
     about = environment(target) | {"settings": json.loads(json.dumps(asdict(bench.plan)))}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         about["versions"]["bayesian-torch"] = importlib.metadata.version("bayesian-torch")
@@ -145,7 +145,7 @@ def run(
 
     record: dict[str, Any] = {}
     for names, needs_gpu, measure in todo:
-        if not wanted.intersection(names):
+        if not requested.intersection(names):
             continue
         late = budget is not None and time.perf_counter() - began >= budget
         try:
@@ -155,7 +155,7 @@ def run(
                 raise InputError(f"left out: slow on a CPU; measure it with --only {VIT}")
             with torch.random.fork_rng([target] if bench.on_gpu else []):
                 result = measure()
-        except Exception as error:  # other measurements go on
+        except Exception as error:  # other measurements continue
             result = {key: {"failed": sentence(error)} for key in names}
         measured |= result
         record = write()
@@ -167,7 +167,7 @@ def run(
 
 
 def _same(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Return whether a record was made under the same conditions; a setting that it does not know concerns others."""
+    """Return whether a record was made under the same conditions; settings that it lacks are ignored."""
     settings_before = before.get("settings", {})
     settings = {key: value for key, value in about["settings"].items() if key in settings_before}
     return all(before.get(key) == value for key, value in {**about, "settings": settings}.items())

@@ -1,4 +1,4 @@
-"""Compute the figures of a record from what was timed."""
+"""Compute the figures of a record from its timings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATIOS = {
 for _kind in ("hierarchical", "moment", "cluster"):  # against Bayes by Backprop
     RATIOS[f"{_kind}_step_over_mean_field"] = (f"sharing.{_kind}_step_ms", "sharing.mean_field_step_ms")
     RATIOS[f"{_kind}_predict_over_mean_field"] = (f"sharing.predict_{_kind}_s", "sharing.predict_mean_field_s")
-SOURCES = {  # what derived figures are computed from
+SOURCES = {  # sources of derived figures
     "bayesian_torch_step_ms": THEIRS,
     "packed_network_step_ms": ("packed3_epoch_s",),
     **RATIOS,
@@ -34,11 +34,11 @@ SOURCES = {  # what derived figures are computed from
 
 
 def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str, Any]:
-    """Return the figures, dotted keys as tables, and notes that say why one is None.
+    """Return the figures, with dotted keys as tables, and notes on why one is None.
 
     Args:
-        keys: of everything that can be timed.
-        measured: what was timed.
+        keys: of all timings.
+        measured: the timings made.
         batch: images of a training step.
     """
     flat: dict[str, Any] = {key: measured.get(key, {}).get("median") for key in keys}
@@ -62,22 +62,22 @@ def figures_of(keys: Sequence[str], measured: Measured, batch: int) -> dict[str,
 
 
 def follows(figure: str, only: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a figure is asked for, or made of nothing but what is measured for those asked for.
+    """Return whether a figure is requested, or follows from the timings of requested ones.
 
     Args:
         figure: its key.
-        only: keys asked for.
-        keys: of everything that can be timed.
+        only: requested keys.
+        keys: of all timings.
     """
     return set(needed(figure, keys)) <= {key for name in only for key in needed(name, keys)}
 
 
 def needed(name: str, keys: Sequence[str]) -> list[str]:
-    """Return what has to be timed for a figure, or for all figures below a name.
+    """Return the timings that a figure, or all figures below a name, need.
 
     Args:
         name: a figure's key, or the beginning of several.
-        keys: of everything that can be timed.
+        keys: of all timings.
     """
     matching = [key for key in (*keys, *SOURCES) if key == name or key.startswith(f"{name}.")]
     if not matching:

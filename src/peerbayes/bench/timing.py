@@ -1,4 +1,4 @@
-"""Provide a device, random data, how much is timed on which machine, and ways to time it."""
+"""Time functions on a device with random data; how much is timed depends on the machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ KIBS = 2**30 if sys.platform == "darwin" else 2**20  # units of ru_maxrss in a G
 
 
 class _Strict(Reporter):
-    """Turn warnings into errors: an engine that fell back to another would be timed under its name."""
+    """Turn warnings into errors, so that an engine's fallback is not timed under its name."""
 
     def warn(self, text: str) -> None:
         raise RuntimeError(text)
@@ -81,9 +81,9 @@ class Cohorts:
 
     Args:
         bench: the machine, the data and the plan.
-        recipe: that they train.
-        engine: that runs their steps.
-        count: cohorts.
+        recipe: of the cohorts.
+        engine: of their steps.
+        count: of the cohorts.
         teachers: of all cohorts.
         peer: a posterior for every peer; by default those of the recipe.
     """
@@ -122,11 +122,11 @@ class Cohorts:
 
 
 class Bench:
-    """A device, random data, and what can be timed with them.
+    """A device, random data, and functions that time.
 
     Args:
         device: where to measure.
-        plan: how much is timed.
+        plan: the amount to time.
     """
 
     def __init__(self, device: torch.device, plan: Workload) -> None:
@@ -182,12 +182,12 @@ class Bench:
         }
 
     def calls(self, scale: float, calls: Mapping[str, Callable[[], Any]], **about: Any) -> Measured:
-        """Time calls in turn, each after one that warms it up.
+        """Time calls in turn, each after a warm-up call.
 
         Args:
             scale: factor of the seconds.
             calls: by key.
-            about: what else the measurements say.
+            about: further entries of the measurements.
         """
         setup = {key: self.seconds(call) for key, call in calls.items()}
         timed = self.times(scale, calls)
@@ -204,10 +204,10 @@ class Bench:
 
         Args:
             method: of the recipe.
-            peers: how many.
+            peers: number of peers.
             network: of the peers; by default the plan's first.
             point: whether the peers are points.
-            terms: names of the terms that stay; all by default.
+            terms: names of the terms to keep; all by default.
         """
         table = load_recipe(f"mutual/cifar100-resnet20-{method}").model_dump(exclude_none=True)
         posterior = {"kind": "point"} if point else table["peers"][0]["posterior"]
@@ -260,6 +260,6 @@ class Bench:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of what an exception says, with its kind."""
+    """Return the class and the first line of an exception."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"

@@ -20,6 +20,7 @@ from peerbayes.cli.output import say
 from peerbayes.cli.ship import export, serve
 from peerbayes.cli.try_out import bench, demo, doctor
 from peerbayes.errors import InputError, PeerbayesWarning, Stopped, TrainingError
+from peerbayes.importing import search_last
 from peerbayes.training.interruption import handled, stop
 
 __all__ = ["app", "main"]
@@ -54,8 +55,8 @@ for _verb in (*_TRAINING, evaluate, judge, calibrate, predict, export, serve, si
 
 @contextlib.contextmanager
 def _spoken_warnings() -> Iterator[None]:
-    """What a person should know is one sentence here, once, without the line of code that it came from."""
-    told: set[str] = set()
+    """Print each warning of peerbayes once, as one sentence without its line of code."""
+    shown: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", PeerbayesWarning)
         before = warnings.showwarning
@@ -63,8 +64,8 @@ def _spoken_warnings() -> Iterator[None]:
         def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
             if not issubclass(category, PeerbayesWarning):
                 before(message, category, *place, **more)
-            elif str(message) not in told:
-                told.add(str(message))
+            elif str(message) not in shown:
+                shown.add(str(message))
                 say(f"peerbayes: {message}", err=True)
 
         warnings.showwarning = show
@@ -72,33 +73,35 @@ def _spoken_warnings() -> Iterator[None]:
 
 
 def _stopped(error: Stopped, words: list[str]) -> str:
-    """Return what has ended the command, and how to go on."""
+    """Return what ended the command, and how to continue."""
     assert isinstance(error.code, int)
     number = error.code - 128
-    said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    reason = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     verb = words[0] if words else ""
     if verb == "sweep":
-        return f"{said}; the same command goes on"
+        return f"{reason}; the same command continues"
     notes = getattr(error, "__notes__", ["resume goes on from the last checkpoint, if any"])
-    return f"{said}; --{notes[0]}" if verb in RESUMED else said
+    return f"{reason}; --{notes[0]}" if verb in RESUMED else reason
 
 
 INSTEAD = {"--epochs": "stages.0.epochs=N", "--data": "data.name=NAME", "--network": "peers.0.network=NAME"}
 
 
 def _help_of(error: Any, words: list[str]) -> str:
-    """Return what an option is for that was given without its value, or what to say where a verb does not have it."""
+    """Return the help of an option without a value, or the --set line that replaces an option the verb lacks."""
     option = getattr(error, "option_name", None)
     verb = getattr(typer.main.get_command(app), "commands", {}).get(words[0]) if option and words else None
     options = {name for parameter in getattr(verb, "params", ()) for name in parameter.opts}
     if option in INSTEAD and "--set" in options and option not in options:
         return f"; {words[0]} takes --set {INSTEAD[option]}"
-    told = [parameter.help for parameter in getattr(verb, "params", ()) if option in parameter.opts]
-    return f" {told[0]}" if told and told[0] else ""
+    helps = [parameter.help for parameter in getattr(verb, "params", ()) if option in parameter.opts]
+    return f" {helps[0]}" if helps and helps[0] else ""
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command; bad input is one sentence and exit code 2, a failed training exit code 1."""
+    if arguments is None and not sys.flags.safe_path:
+        search_last("")  # the working folder
     try:
         with handled(stop), _spoken_warnings():
             code = contextvars.copy_context().run(app, arguments, "peerbayes", standalone_mode=False) or 0
@@ -109,7 +112,7 @@ def main(arguments: list[str] | None = None) -> Any:
         say(f"peerbayes: {error}", err=True)
         sys.exit(2)
     except Stopped as error:
-        if os.environ.get("RANK", "0") == "0":  # one voice for all processes of torchrun
+        if os.environ.get("RANK", "0") == "0":  # one message for all processes of torchrun
             say(f"peerbayes: {_stopped(error, sys.argv[1:] if arguments is None else arguments)}", err=True)
         sys.exit(error.code)
     except OSError as error:
@@ -123,7 +126,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        # The command line itself is wrong; without any words the help is the answer.
+        # The command line is wrong; without any arguments the message is the help.
         message = error.format_message().rstrip() + _help_of(error, sys.argv[1:] if arguments is None else arguments)
         say(message if "\n" in message else f"peerbayes: {message.rstrip('.')}; see --help", err=True)
         sys.exit(2)

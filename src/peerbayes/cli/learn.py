@@ -60,7 +60,9 @@ def train(
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Epochs in all; milestones and warm-up in proportion.", show_default="the recipe's"),
+        typer.Option(
+            min=1, help="Total epochs; milestones and warm-up scale in proportion.", show_default="the recipe's"
+        ),
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
     seed: Seed = 0,
@@ -75,24 +77,25 @@ def train(
         Engine, typer.Option(help="How steps are run: op by op, compiled, or as one CUDA graph (on a GPU).")
     ] = "auto",
     precision: Annotated[
-        Precision, typer.Option(help="What networks compute in; auto is bfloat16 where the engine is captured.")
+        Precision, typer.Option(help="Precision of networks; auto is bfloat16 with the captured engine.")
     ] = "auto",
     placement: Annotated[
         Placement, typer.Option(help="Keep the images on the device, or stream them from memory or disk.")
     ] = "auto",
     pack: Annotated[
         int | None,
-        typer.Option(min=1, help="Most runs side by side.", show_default="all on a GPU, 1 on a CPU"),
+        typer.Option(min=1, help="Runs trained side by side.", show_default="all on a GPU, 1 on a CPU"),
     ] = None,
     synchronise: Annotated[
-        bool, typer.Option("--synchronise", help="With torchrun: batch-norm and kernels over all processes.")
+        bool,
+        typer.Option("--synchronise", help="With torchrun: statistics of batch-norm and kernels over all processes."),
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
     log: Log = "",
     quiet: Quiet = False,
 ) -> None:
-    """Train recipes, or on --data the default one, into run folders; then evaluate them on the test split.
+    """Train recipes, or the default recipe on --data, and evaluate the runs on their test split.
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
@@ -147,7 +150,7 @@ def train(
 def _train_and_show(
     jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, dry_run: bool, **how: Any
 ) -> list[Run]:
-    """Train jobs; print what they are worth, return the runs; ends the process on errors."""
+    """Train jobs, print their records and return the runs; exit on errors."""
     from peerbayes.engine.processes import joined, restarted
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
@@ -163,14 +166,14 @@ def _train_and_show(
             first = world.is_first
             voice = stack.enter_context(How(world=world, **how).speaking(reporter(quiet or not first)))
             for job in jobs if resume else ():
-                if not (job.folder / "recipe.toml").is_file():  # scripts always say --resume; people may have mistyped
-                    voice.headline(f"{job.folder}: no run there yet: starting anew")
+                if not (job.folder / "recipe.toml").is_file():  # scripts always pass --resume; people may have mistyped
+                    voice.headline(f"{job.folder}: no run to resume, starting a new one")
             shared: dict[str, Any] = {"reporter": voice, "world": world, **how}
             runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         # The other processes are done: evaluating may take longer than they would wait.
         if not first:
             raise typer.Exit(1 if failed else 0)
-        finished = [run for place, run in enumerate(runs) if place not in failed]
+        finished = [run for index, run in enumerate(runs) if index not in failed]
         loaded, records = executor.DataCache(how["root"]), []
         for done in finished:
             records.append(evaluate_run(done, how["device"], loaded, quiet))
@@ -191,22 +194,26 @@ def adopt(
     checkpoint: Annotated[Path, typer.Argument(help="Trained weights: a .safetensors, .pt or .pth file.")],
     data: Annotated[str, typer.Option(help=DATA_HELP)],
     network: Annotated[
-        str | None, typer.Option(help="The network that they are of: timm/NAME, or mymodule:build.")
+        str | None, typer.Option(help="The network of the weights: timm/NAME, or mymodule:build.")
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Folder of all runs.", show_default="runs/adopted-NAME")] = None,
-    peers: Annotated[int, typer.Option(help="2 for two networks that teach each other, too.")] = 0,
+    peers: Annotated[int, typer.Option(help="2: also train two networks that teach each other.")] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each run.")] = 5,
     extra_epochs: Annotated[
-        bool, typer.Option("--extra-epochs", help="Also train the plain network as many more epochs.")
+        bool, typer.Option("--extra-epochs", help="Also train the plain network for as many more epochs.")
     ] = False,
-    distill: Annotated[bool, typer.Option("--distill", help="Also one plain network that learns from it.")] = False,
-    compress: Annotated[bool, typer.Option("--compress", help="Also the same in a small codebook.")] = False,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Also distil the Bayesian network into a plain one.")
+    ] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Also store the Bayesian network in a small codebook.")
+    ] = False,
     width: Annotated[
         list[float] | None,
         typer.Option(help="Width of scales to try; may be repeated.", show_default="0.1, 0.2, 0.4"),
     ] = None,
     new_head: Annotated[
-        bool, typer.Option("--new-head", help="Begin a new head where the file's has another number of classes.")
+        bool, typer.Option("--new-head", help="Start a new head if the file's has another number of classes.")
     ] = False,
     normalize: Annotated[
         str,
@@ -216,7 +223,7 @@ def adopt(
         ),
     ] = "auto",
     corrupted: Annotated[
-        str, typer.Option(help="Evaluate images corrupted, too: mixed, made (75 times as many), a folder, or none.")
+        str, typer.Option(help="Also evaluate corrupted images: mixed, made (75 times as many), a folder, or none.")
     ] = "mixed",
     seed: Seed = 0,
     resume: Resume = False,
@@ -231,7 +238,10 @@ def adopt(
     log: Log = "",
     quiet: Quiet = False,
 ) -> None:
-    """Make the best of a trained network: temperature, scales, peers; say which one to ship, by validation images."""
+    """Make a trained network Bayesian: try a temperature, scales and peers, and recommend which to ship.
+
+    The recommendation is made on validation images.
+    """
     from peerbayes import adopting
     from peerbayes.networks.normalisation import read_choice
     from peerbayes.runs.session import How
@@ -249,13 +259,13 @@ def adopt(
         "seed": seed,
         "overrides": changes,
     }
-    smaller = [which for which, asked in zip(adopting.SMALLER, (distill, compress), strict=True) if asked]
+    smaller = [form for form, wanted in zip(adopting.SMALLER, (distill, compress), strict=True) if wanted]
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
         show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
         return
-    told = reporter(quiet)
+    progress = reporter(quiet)
     adopted = adopting.adopt(
         checkpoint,
         data=data,
@@ -263,12 +273,12 @@ def adopt(
         corrupted=None if corrupted == "none" else corrupted,
         smaller=smaller,
         resume=resume,
-        reporter=told,
+        reporter=progress,
         **settings,
         **how,
     )
     typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
-    told.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
+    progress.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
 
 
 def distill(
@@ -301,7 +311,7 @@ def distill(
     log: Log = "",
     quiet: Quiet = False,
 ) -> None:
-    """Distil trained runs into one plain network, on the data that they have learnt."""
+    """Distil trained runs into one plain network, on the data of the runs."""
     from peerbayes.api.distilling import default_recipe, recipe_into, save_networks
     from peerbayes.runs.plan import Job
     from peerbayes.runs.run import default_folder
@@ -327,7 +337,7 @@ def compress(
     ] = "sharing/shared",
     first: Annotated[
         str,
-        typer.Option(help="Recipe that gives a network scales, where the run has none.", autocompletion=recipe_names),
+        typer.Option(help="Recipe that learns scales if the run has none.", autocompletion=recipe_names),
     ] = "sharing/stage1",
     out: Annotated[Path | None, typer.Option("--run", help="Run folder.", show_default="RUN-shared")] = None,
     seed: Seed = 0,
@@ -347,7 +357,7 @@ def compress(
     log: Log = "",
     quiet: Quiet = False,
 ) -> None:
-    """Let the weights of a trained network share a small codebook of Gaussians, and train that."""
+    """Compress a trained network into a small codebook of Gaussians, and train the codebook."""
     from peerbayes.api.compressing import compression
 
     trust_runs(trust)
@@ -370,12 +380,13 @@ def sweep(
         list[str], typer.Option("--set", help="Change the recipe for all settings: stages.0.epochs=5.")
     ] = [],  # noqa: B006
     sampler: Annotated[
-        Sampler | None, typer.Option(help="Every setting, or those that look best.", show_default="grid for lists")
+        Sampler | None,
+        typer.Option(help="grid: every setting; tpe: the most promising ones.", show_default="grid for lists"),
     ] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Settings that tpe tries, over all machines.", show_default="20")
     ] = None,
-    objective: Annotated[Objective, typer.Option(help="What ranks, on the validation split.")] = "nll",
+    objective: Annotated[Objective, typer.Option(help="Figure of the validation split that ranks settings.")] = "nll",
     validation: Annotated[
         float | None,
         typer.Option(min=0, help="Training images (or fraction) to evaluate on.", show_default="the recipe's, or 0.1"),
@@ -396,7 +407,7 @@ def sweep(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Rank settings of a recipe by the validation split; the same command again goes on where it was interrupted."""
+    """Rank settings of a recipe on the validation split; the same command continues an interrupted sweep."""
     from peerbayes.studies import sweeps
     from peerbayes.studies.sweep_report import sweep_table, write_sweep_figure
 

@@ -1,4 +1,4 @@
-"""Verbs that look at recipes, runs and predictions: recipes, evaluate, judge, calibrate, predict, size and figure."""
+"""Verbs that read recipes, runs and predictions: recipes, evaluate, judge, calibrate, predict, size and figure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from peerbayes.importing import in_run, trust_runs
 def recipes(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[list | show NAME]", help="list, or show a recipe.", autocompletion=recipe_words),
+        typer.Argument(metavar="[list | show NAME]", help="List recipes, or show one.", autocompletion=recipe_words),
     ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """List the recipes, or show one, complete with its defaults."""
+    """List the recipes, or show one with all its defaults."""
     from peerbayes.recipes.packaged import packaged
     from peerbayes.recipes.recipe import load_recipe
 
@@ -34,7 +34,7 @@ def recipes(
     if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] != "show"):
         raise InputError(f"recipes {' '.join(words)}: expected 'list' or 'show NAME'")
     if words != ["list"]:
-        with in_run():  # a recipe that is shown may be anybody's
+        with in_run():  # a shown recipe may come from anybody
             recipe = load_recipe(words[-1])
         say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
@@ -53,19 +53,18 @@ def evaluate(
     ],
     draws: Draws = None,
     settle: Annotated[
-        float | None, typer.Option(help="Stop drawing for an image once its class is settled at this error level.")
+        float | None, typer.Option(help="Stop drawing for an image once its class is certain at this error level.")
     ] = None,
-    ood: Annotated[
-        list[str] | None, typer.Option(help="A data set the peers should be unsure of; may be repeated.")
-    ] = None,
+    ood: Annotated[list[str] | None, typer.Option(help="An out-of-distribution data set; may be repeated.")] = None,
     corrupted: Annotated[
-        str | None, typer.Option(help="Also on corrupted images: 'made', 'mixed' (each by one), or CIFAR-C's folder.")
+        str | None,
+        typer.Option(help="Also on corrupted images: 'made', 'mixed' (one corruption each), or a folder of CIFAR-C."),
     ] = None,
     averaged: Annotated[
         bool,
         typer.Option(
             "--averaged",
-            help="Also in one pass: by the mean weights, or averaged members; and with batch-norm recalibrated.",
+            help="Also in one pass: mean weights or averaged members, also with recalibrated batch-norm.",
         ),
     ] = False,
     calibrated: Annotated[
@@ -75,18 +74,18 @@ def evaluate(
         bool, typer.Option("--retention", help="Also the accuracy of the images of lowest entropy and disagreement.")
     ] = False,
     sort_peers: Annotated[
-        bool, typer.Option("--sort-peers", help="In the table, peers of each seed by accuracy, the worst first.")
+        bool, typer.Option("--sort-peers", help="Sort the peers of each seed by accuracy in the table, worst first.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also a page of all runs together, such as runs.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write one page of all runs, such as runs.html.")] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate trained runs on their test split; a table over seeds with error bars.
+    """Evaluate trained runs on their test split, in a table over seeds with error bars.
 
-    Judged as its recipe says, without options, a run gets a new evaluation.json and report.html. An export stays as it
-    is.
+    Without options that change its recipe's evaluation, a run gets a new evaluation.json and report.html. An export is
+    not changed.
     """
     from peerbayes.reports.evaluating import find_runs
     from peerbayes.reports.page import write_page, write_report
@@ -98,8 +97,8 @@ def evaluate(
     if out is not None:
         check_page(out)
     folders = [folder for given in runs for folder in find_runs(given)]
-    for place, folder in enumerate(folders):
-        if any(folder.resolve() == other.resolve() for other in folders[:place]):
+    for index, folder in enumerate(folders):
+        if any(folder.resolve() == other.resolve() for other in folders[:index]):
             raise InputError(f"{folder}: is given twice")
     how: dict[str, Any] = {
         "draws": draws,
@@ -111,7 +110,7 @@ def evaluate(
     opened = [Run(folder) for folder in folders]
     if averaged and not any(peer.posterior.posterior_class.averages for run in opened for peer in run.recipe.peers):
         raise InputError(
-            f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: they are plain networks"
+            f"--averaged: no peer of {', '.join(map(str, folders))} has weights to average: all are plain networks"
         )
     for run in opened:
         records.append(evaluate_run(run, device, loaded, averaged=averaged, **how))
@@ -120,7 +119,7 @@ def evaluate(
         elif not averaged and all(option is None for option in how.values()):
             try:
                 write_report(run, records[-1])
-            except OSError as error:  # somebody else's run, say: its figures are shown all the same
+            except OSError as error:  # a read-only run, say: its figures are still shown
                 say(f"peerbayes: {run.folder}: {error.strerror}; the record is not written", err=True)
     if out is not None:
         write_page(out, placed(records, folders), "Runs evaluated")
@@ -132,7 +131,7 @@ def judge(
         list[Path],
         typer.Argument(help="Files of predictions and labels, .npz or .csv; mine-seed3.npz is seed 3 of 'mine'."),
     ],
-    logits: Annotated[bool, typer.Option("--logits", help="The numbers of CSV files are logits.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="CSV files hold logits, not probabilities.")] = False,
     bins: Annotated[int, typer.Option(min=1, help="Bins of the calibration error.")] = 15,
     calibrated: Annotated[
         bool, typer.Option("--calibrated", help="Also after temperature scaling on the files' validation split.")
@@ -143,10 +142,10 @@ def judge(
     out: Annotated[Path, typer.Option(help="The page with table and figures.")] = Path("judged.html"),
     as_json: Json = False,
 ) -> None:
-    """Judge predictions of any library as evaluate judges runs: table, paired differences, and a page.
+    """Evaluate predictions of any library as runs are evaluated: a table, paired differences, and a page.
 
-    A .npz file has probabilities, log_probabilities or logits (N, C), or (S, N, C) of S draws, and labels (N,); a .csv
-    file a column 'label' and a column of probabilities for each class. Files of one method are seeds of it.
+    An .npz file has probabilities, log_probabilities or logits (N, C), or (S, N, C) for S draws, and labels (N,). A
+    .csv file has a column 'label' and a column of probabilities for each class. Files of one method are its seeds.
     """
     from peerbayes.reports.judging import judge as judged
     from peerbayes.reports.page import write_page
@@ -166,23 +165,23 @@ def calibrate(
         list[Path], typer.Argument(help="Run folders, or weights files of runs.", autocompletion=run_folders)
     ],
     coverage: Annotated[
-        float | None, typer.Option(help="Promise sets of classes that hold the true one with this probability.")
+        float | None, typer.Option(help="Promise sets that hold the true class with this probability.")
     ] = None,
     risk: Annotated[
         float | None,
-        typer.Option(help="Promise that at most this share of the answers is wrong; others are abstained from."),
+        typer.Option(help="Promise that at most this share of the answers is wrong, by abstaining from others."),
     ] = None,
-    delta: Annotated[float, typer.Option(help="Chance that the risk is larger all the same.")] = 0.1,
+    delta: Annotated[float, typer.Option(help="Probability that the risk is larger than promised.")] = 0.1,
     method: Annotated[
-        SetMethod, typer.Option(help="Sets: lac has the smallest, aps and raps leave none empty.")
+        SetMethod, typer.Option(help="Sets: lac has the smallest, aps and raps have no empty ones.")
     ] = "lac",
     by_class: Annotated[
-        bool, typer.Option("--by-class", help="Promise both for every class, which takes more images.")
+        bool, typer.Option("--by-class", help="Promise both for every class, which needs more images.")
     ] = False,
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set with a validation split that nothing was learnt of or chosen by.", show_default="the run's"
+            help="A data set whose validation split was not used to train or choose anything.", show_default="the run's"
         ),
     ] = None,
     draws: Draws = None,
@@ -191,12 +190,11 @@ def calibrate(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Fit temperatures on the validation split, and keep them with the weights; training does so at its end.
+    """Fit temperatures on the validation split and store them with the weights, as training does at its end.
 
-    Predictions are calibrated by them from then on; evaluation is not. With --coverage or --risk a quarter of the split
-    fits the temperature, and the rest shows the promise, whose certificate is kept, too: predict with the same options.
-    An earlier promise that is not named is kept if it was made by the same images and draws. Of several runs none is
-    changed unless all can be.
+    Later predictions use them; evaluation does not. With --coverage or --risk a quarter of the split fits the
+    temperature, and the rest certifies the promise: predict with the same options. An earlier promise is kept if it
+    was made by the same images and draws. Several runs are changed only if all can be.
     """
     from peerbayes.api.calibrating import calibrate_runs
     from peerbayes.inference.guarantees import Promises
@@ -205,7 +203,7 @@ def calibrate(
 
     trust_runs(trust)
     records: list[dict[str, Any]] = []
-    told: list[str] = []
+    sentences: list[str] = []
     promises = Promises(coverage, risk, delta, method, by_class)
     with waiting():
         calibrated = calibrate_runs(runs, data, promises, draws=draws, device=device, root=data_root)
@@ -217,7 +215,7 @@ def calibrate(
         certificate = run[names[0]].certificate if names != list(run) else run.certificate
         if certificate is not None:
             records[-1]["certificate"] = certificate.model_dump(exclude_none=True)
-            told += [f"{path}: {line}" for line in certificate.describe(run.about.get("class_names"))]
+            sentences += [f"{path}: {line}" for line in certificate.describe(run.about.get("class_names"))]
     if as_json:
         typer.echo(json.dumps(records, indent=1))
         return
@@ -225,45 +223,46 @@ def calibrate(
     for record in records:
         temperatures = record["peers"] | ({"ensemble": record["ensemble"]} if "ensemble" in record else {})
         lines += [[record["run"], name, f"{value:.3f}"] for name, value in temperatures.items()]
-    say("\n".join([*aligned(lines, 2), *told]))
+    say("\n".join([*aligned(lines, 2), *sentences]))
 
 
 def predict(
     run: Annotated[
         Path,
         typer.Argument(
-            help="A run folder, whose peers predict as one, or a weights file of a run.", autocompletion=run_folders
+            help="A run folder, whose peers predict as an ensemble, or a weights file of a run.",
+            autocompletion=run_folders,
         ),
     ],
     inputs: Annotated[
         list[str],
         typer.Argument(
-            help="Image files, folders of them, or a CSV file with a column 'path'; for texts: text files, one a line, "
-            "CSV files, or texts."
+            help="Image files, folders, or a CSV file with a column 'path'; for texts: text files with one a line, CSV "
+            "files, or the texts."
         ),
     ],
     coverage: Annotated[
-        float | None, typer.Option(help="Also sets of classes that hold the true one with this probability.")
+        float | None, typer.Option(help="Also sets that hold the true class with this probability.")
     ] = None,
     risk: Annotated[
         float | None,
-        typer.Option(help="Also what to abstain from, so that at most this share of the answers is wrong."),
+        typer.Option(help="Also abstain, so that at most this share of the answers is wrong."),
     ] = None,
     draws: Draws = None,
     form: Annotated[
         Literal["table", "csv", "jsonl"],
         typer.Option("--format", help="A table; CSV; or JSON lines, with the probabilities of all classes."),
     ] = "table",
-    raw: Annotated[bool, typer.Option("--raw", help="Without the temperature that is kept with the weights.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Without the fitted temperature.")] = False,
     device: Device = "auto",
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Predict new images or texts: their classes, and how unsure the network is of them.
+    """Predict classes of new images or texts, with their uncertainty.
 
-    Entropy (in nats) is how unsure it is altogether, disagreement the part of it in which draws and peers differ. CSV
-    and JSON lines are written as predictions are made, of any number of inputs. --coverage and --risk are promises that
-    `peerbayes calibrate` has made.
+    Entropy (in nats) is the total uncertainty, disagreement the part of it in which draws and peers differ. CSV and
+    JSON lines are written as predictions are made, for any number of inputs. --coverage and --risk need a certificate
+    of `peerbayes calibrate`.
     """
     from peerbayes.reports.predictions import predictions_at
     from peerbayes.showing import aligned
@@ -296,14 +295,14 @@ def size(
         typer.Argument(help="Run folders, folders of runs, or weights files of runs.", autocompletion=run_folders),
     ],
     judged: Annotated[
-        bool, typer.Option("--evaluate", help="Also evaluate the file and every other form on the test split.")
+        bool, typer.Option("--evaluate", help="Also evaluate the file and every rounded form on the test split.")
     ] = False,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Count what weights files hold and take, beside the same posterior in float32, float16 and few bits."""
+    """Count numbers and bytes of weights files, compared with the same posterior in float32, float16 and few bits."""
     from peerbayes.reports.file_sizes import size_table, sizes
 
     trust_runs(trust)
@@ -317,9 +316,9 @@ def figure(
     name: Annotated[
         str,
         typer.Argument(
-            help="Of alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; of distillation: line, "
-            "diversity, perturbations; of shared weights: posterior, bytes; of any runs: confidence, entropy, and "
-            "pipeline, of all steps that led to one."
+            help="For alphas: divergence, best-alpha, curves, gap, spread, grid, flatness; for distillation: line, "
+            "diversity, perturbations; for shared weights: posterior, bytes; for any runs: confidence, entropy, and "
+            "pipeline (all steps that led to a run)."
         ),
     ],
     runs: Annotated[
@@ -327,21 +326,23 @@ def figure(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg file.", show_default="NAME.png")] = None,
     by_peer: Annotated[
-        bool, typer.Option("--by-peer", help="Each peer, not their average or all as one; for curves, gap, entropy.")
+        bool, typer.Option("--by-peer", help="Each peer, not their average or ensemble; for curves, gap, entropy.")
     ] = False,
     layer: Annotated[
-        str | None, typer.Option(help="Weights of one layer alone, such as fc.weight; for posterior.")
+        str | None, typer.Option(help="Weights of one layer only, such as fc.weight; for posterior.")
     ] = None,
     ood: Annotated[
         list[str] | None,
-        typer.Option(help="A data set from elsewhere; may be repeated; for entropy.", show_default="the recipes'"),
+        typer.Option(
+            help="An out-of-distribution data set; may be repeated; for entropy.", show_default="the recipes'"
+        ),
     ] = None,
     device: Device = "auto",
     data_root: DataRoot = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Draw what alpha does, distillation, or sharing of weights, from runs; --json prints the numbers behind it."""
+    """Draw a figure of runs: mutual learning by alpha, distillation, or weight sharing; --json prints its numbers."""
     from peerbayes.papers.catalogue import write_figure
     from peerbayes.papers.pipeline import pipeline_table
 

@@ -1,4 +1,4 @@
-"""What verbs show: progress, and what runs are worth."""
+"""Output of verbs: progress, plans and records."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def say(text: str, err: bool = False) -> None:
 
 
 def reporter(quiet: bool) -> Reporter:
-    """Return who tells about progress on standard error, or nobody."""
+    """Return a reporter of progress on standard error, or a silent one."""
     from peerbayes.training.reporters import ConsoleReporter, Reporter
 
     return Reporter() if quiet else ConsoleReporter()
 
 
 def waiting(quiet: bool = False, patience: float = 1.0) -> AbstractContextManager[None]:
-    """Show how far predictions within the block are; see `peerbayes.training.reporters.waiting`.
+    """Show the progress of predictions within the block; see `peerbayes.training.reporters.waiting`.
 
     Args:
         quiet: show nothing.
@@ -56,7 +56,7 @@ def evaluate_run(run: Run, device: str, loaded: DataCache, quiet: bool = False, 
         device: where to predict.
         loaded: data sets that have been loaded.
         quiet: show no progress.
-        how: what `peerbayes.evaluate` takes besides.
+        how: further arguments of `peerbayes.evaluate`.
     """
     from peerbayes.reports.evaluating import SHOWN, evaluate
 
@@ -66,10 +66,10 @@ def evaluate_run(run: Run, device: str, loaded: DataCache, quiet: bool = False, 
 
 
 def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print what would be trained, as `peerbayes.runs.executor.dry_run` returns it.
+    """Print the plan of `peerbayes.runs.executor.dry_run`.
 
     Args:
-        rows: a run each.
+        rows: one for each run.
         as_json: as JSON, not as text.
     """
     if as_json:
@@ -88,7 +88,7 @@ def show_plan(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
 
 
 def placed(records: Sequence[Record], folders: Sequence[Path]) -> list[Record]:
-    """Return records that say in which folder their runs are, by which tables tell them apart.
+    """Return records with the folders of their runs, which label the rows of tables.
 
     Args:
         records: of runs.
@@ -98,15 +98,13 @@ def placed(records: Sequence[Record], folders: Sequence[Path]) -> list[Record]:
 
 
 def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Path] = (), **table: bool) -> None:
-    """Print records as JSON, a list of them where there may be many, or as a table, with options of `text_table`.
-
-    ``folders`` tell the rows of a table apart.
+    """Print records as a table, or as JSON.
 
     Args:
         records: of runs.
         as_json: as JSON, not as a table.
-        many: whether there may be several.
-        folders: of the runs.
+        many: whether JSON is a list, even of one record.
+        folders: of the runs, which label the rows of a table.
         table: options of `text_table`.
     """
     from peerbayes.reports.certified import promises
@@ -118,8 +116,8 @@ def show(records: list[Record], as_json: bool, many: bool, folders: Sequence[Pat
         say(json.dumps(figures if many else figures[0], indent=1))
         return
     records = placed(records, folders) if folders else records
-    told = "\n".join(promise.sentence for promise in promises(records))
-    say("\n\n".join(filter(None, [text_table(records, **table), told])))
+    promised = "\n".join(promise.sentence for promise in promises(records))
+    say("\n\n".join(filter(None, [text_table(records, **table), promised])))
     for record in records:
         for peer in record["peers"]:
             if record["settle"] is not None:

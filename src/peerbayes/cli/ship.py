@@ -18,24 +18,25 @@ def export(
     run: Annotated[
         Path,
         typer.Argument(
-            help="A run folder, whose peers predict as one, or a weights file of a run.", autocompletion=run_folders
+            help="A run folder, whose peers predict as an ensemble, or a weights file of a run.",
+            autocompletion=run_folders,
         ),
     ],
     to: Annotated[
         ExportFormat,
-        typer.Option(help="ONNX; a .pt2 file of torch.export; hub: weights, description and card."),
+        typer.Option(help="ONNX; a .pt2 file of torch.export; hub: weights, config and card only."),
     ] = "onnx",
-    out: Annotated[Path | None, typer.Option(help="The folder to make.", show_default="RUN-onnx, say")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.", show_default="RUN-onnx, say")] = None,
     noise: Annotated[
         ExportNoise | None,
         typer.Option(
-            help="Where draws come from: a seed and their number, which are inputs; noise that is an input; baked: "
-            "the file holds them; none: one pass with the mean weights.",
-            show_default="seed, or baked of members",
+            help="Source of draws. seed: a seed and a number are inputs; input: noise is an input; baked: the file "
+            "holds the draws; none: one pass with the mean weights.",
+            show_default="seed, or baked for members",
         ),
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(min=1, help="How many draws are baked, or advised.", show_default="the recipe's")
+        int | None, typer.Option(min=1, help="Draws to bake, or to recommend.", show_default="the recipe's")
     ] = None,
     codebook: Annotated[
         ExportCodebook | None,
@@ -43,14 +44,14 @@ def export(
             help="Shared weights looked up (a small file) or plain.", show_default="plain if baked, else lookup"
         ),
     ] = None,
-    opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 18,
+    opset: Annotated[int, typer.Option(help="Version of ONNX's operator set.")] = 18,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Write a trained run as a program that runs without peerbayes, with its model card.
+    """Export a trained run as a program that needs no peerbayes, with a model card.
 
-    The program returns probabilities, entropy and disagreement. It is compared with peerbayes before it is kept. The
-    folder is a repository of the Hugging Face hub, and peerbayes.load opens it.
+    The program returns probabilities, entropy and disagreement, and is checked against peerbayes. The folder is a model
+    repository for the Hugging Face hub, and peerbayes.load opens it.
     """
     from peerbayes.exporting.export import export as exported
 
@@ -69,7 +70,7 @@ def export(
         return
     say(str(done.file or done.folder))
     if done.error is not None:
-        checked = f"at most {done.error:.1e} from peerbayes's own predictions"
+        checked = f"at most {done.error:.1e} from the predictions of peerbayes"
         passes = f"{done.about['passes']} pass{'es' * (done.about['passes'] != 1)}"
         say(f"{done.bytes:,} bytes, {passes} a prediction, {checked}; the card is {done.folder / 'README.md'}")
 
@@ -78,31 +79,31 @@ def serve(
     run: Annotated[
         str,
         typer.Argument(
-            help="A run folder or an export, whose peers predict as one, a weights file of a run, or OWNER/NAME of the "
-            "Hugging Face hub."
+            help="A run folder or an export, whose peers predict as an ensemble, a weights file of a run, or "
+            "OWNER/NAME on the Hugging Face hub."
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen at; another than this machine's own lets others ask.")
+        str, typer.Option(help="Address to listen on; the default admits this machine only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 for any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8000,
     draws: Annotated[
         int | None, typer.Option(min=1, help="Draws averaged.", show_default="the certificate's, or the recipe's")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 30.0,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 16 << 20,
-    max_pixels: Annotated[int, typer.Option(help="Most pixels of an image.")] = 50_000_000,
-    max_items: Annotated[int, typer.Option(help="Most images or texts of a request.")] = 32,
-    max_requests: Annotated[int, typer.Option(help="Most requests in hand; others are told to come again.")] = 64,
-    batch: Annotated[int, typer.Option(help="Most images or texts that are predicted together.")] = 64,
-    wait: Annotated[float, typer.Option(help="Seconds that the first of them waits for others.")] = 0.002,
+    timeout: Annotated[float, typer.Option(help="Seconds before a request times out.")] = 30.0,
+    max_bytes: Annotated[int, typer.Option(help="Maximum bytes of a request.")] = 16 << 20,
+    max_pixels: Annotated[int, typer.Option(help="Maximum pixels of an image.")] = 50_000_000,
+    max_items: Annotated[int, typer.Option(help="Maximum images or texts of a request.")] = 32,
+    max_requests: Annotated[int, typer.Option(help="Maximum pending requests; more get status 503.")] = 64,
+    batch: Annotated[int, typer.Option(help="Maximum images or texts predicted together.")] = 64,
+    wait: Annotated[float, typer.Option(help="Seconds that an input waits for others.")] = 0.002,
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
-    """Serve a trained run: a page that says what it sees and how sure it is, and a JSON API, on this machine.
+    """Serve a trained run as a web page and a JSON API with uncertainty, on this machine.
 
-    The page takes an image or a text, and shows classes, uncertainty, the promised set and whether it abstains, by the
-    promises that `peerbayes calibrate` has made. POST /predict answers programs, /openapi.json describes it.
+    The page takes an image or a text, and shows classes, uncertainty, the prediction set and whether it abstains, by
+    the certificate of `peerbayes calibrate`. POST /predict is the API, /openapi.json describes it.
     """
     from peerbayes.serving.limits import Limits
     from peerbayes.serving.server import serve as served

@@ -1,4 +1,4 @@
-"""Verbs to try the library out with: demo, doctor and bench."""
+"""Verbs that try the library: demo, doctor and bench."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def demo(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Adopt plain networks on embedded data; compare them with a temperature and an ensemble, in a table and a page."""
+    """Adopt plain networks on embedded data, and compare with a temperature and an ensemble in a table and a page."""
     from peerbayes import demo as room
 
     records = room.run(out, parse_seeds(seeds), reporter(quiet))
@@ -42,9 +42,9 @@ def demo(
 
 
 def doctor(data_root: DataRoot = None, as_json: Json = False) -> None:
-    """Say what is installed and found here: versions, devices, data sets, and the line that installs what is missing.
+    """List versions, devices and data sets, with the line that installs what is missing.
 
-    The exit code is 1 where something that is required is missing or broken.
+    The exit code is 1 if a requirement is missing or broken.
     """
     from peerbayes import doctor as room
 
@@ -57,21 +57,19 @@ def doctor(data_root: DataRoot = None, as_json: Json = False) -> None:
 def bench(
     out: Annotated[Path | None, typer.Option(help="JSON file.", show_default="results/bench-DEVICE.json")] = None,
     only: Annotated[
-        list[str], typer.Option(help="A figure, or growth, sharing...; may be repeated. The file keeps others.")
+        list[str], typer.Option(help="A figure, or growth, sharing...; may be repeated. The file keeps the others.")
     ] = [],  # noqa: B006
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Hardly anything of everything, to see that it works.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few steps of every measurement.")] = False,
     student: Annotated[
         str | None,
         typer.Option(help="Network of distillation's students.", show_default="wrn28x1, or resnet8"),
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement is started.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no measurement starts.")] = None,
     device: Device = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure engines, prediction, memory and growth on random images of CIFAR's shape, beside bayesian-torch."""
+    """Measure engines, prediction, memory and growth on random CIFAR-shaped images, compared with bayesian-torch."""
     from peerbayes.bench import measuring, ratios
 
     record, path = measuring.run(device, out, only, quick, budget, reporter(quiet), student)

@@ -1,4 +1,4 @@
-"""Define the codebook: a table of Gaussians, which of them each weight belongs to, and draws of the weights.
+"""Define the codebook: a table of Gaussians, the one that each weight belongs to, and draws of the weights.
 
 A row has the five numbers m, s, a, b, c that weights are drawn with; those of an outlier are μ, σ, 0, 0, 0. Rows of
 components come first, then those of blended weights, then outliers. Each weight is drawn from its row and noise of its
@@ -33,9 +33,9 @@ Sampling = Literal["hierarchical", "moment", "mean", "cluster", "cluster_hier"]
 def rows_of(book: Book) -> Tensor:
     """Return the row of every weight, int64 (n,)."""
     rows, first = book.label.long(), len(book.component)
-    for places in (book.blended, book.outlier):
-        rows = rows.index_copy(0, places, first + torch.arange(len(places), device=rows.device))
-        first += len(places)
+    for indices in (book.blended, book.outlier):
+        rows = rows.index_copy(0, indices, first + torch.arange(len(indices), device=rows.device))
+        first += len(indices)
     return rows
 
 
@@ -53,12 +53,12 @@ def of_rows(columns: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> list[Tensor]:
-    """Return what weights are drawn from, by row, (R,) each: m, s, a, b, c, or m and the scale, by sampling.
+    """Return the distributions of weights by row, (R,) each: m, s, a, b, c, or m and the scale, by sampling.
 
     Args:
         book: the codebook.
         sampling: ``hierarchical``, ``moment`` or ``mean``.
-        share: which blended weights have of the first of their components, (E,); that of the codebook without it.
+        share: of the first component of each blended weight, (E,); by default the codebook's.
     """
     columns, zero = _own(book), torch.zeros_like(book.outlier_mean)
     single = [book.outlier_mean, book.outlier_std, zero, zero, zero]
@@ -75,7 +75,7 @@ def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | N
         book: the codebook.
         sampling: ``cluster`` or ``cluster_hier``.
         noise: see `Shared.noise_size`.
-        share: of the first component of each blended weight, (E,); that of the codebook by default.
+        share: of the first component of each blended weight, (E,); by default the codebook's.
     """
     rest, single = noise.split([len(noise) - len(book.outlier), len(book.outlier)])
     m, s, a, b, c = _own(book)
@@ -93,7 +93,7 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
 
     Args:
         book: the codebook.
-        sampling: how weights are drawn.
+        sampling: see `Shared`.
         mixture: whether blended weights are mixtures.
     """
     m, s, a, b, c = _own(book)
@@ -118,7 +118,7 @@ def _own(book: Book) -> list[Tensor]:
 
 
 def _mixed(book: Book, columns: Sequence[Tensor], share: Tensor | None = None) -> list[Tensor]:
-    """Return what blended weights mix of components' numbers (K,), shape (E,) each."""
+    """Return the blends of components' numbers (K,) for blended weights, (E,) each."""
     share = book.blend_weight[:, 0] if share is None else share
     return [torch.lerp(second, first, share) for first, second in _pairs(book, columns)]
 
@@ -148,11 +148,11 @@ class Codebook:
     Attributes:
         component: (K, 2), mean m and scale s of the components.
         cholesky: (K, 3), a, b, c of the factors [[a, 0], [b, c]] of their covariances.
-        label: (n,), the component of each weight; anything for those of the other two classes.
-        blended: (E,), weights that mix two components.
-        blend_component: (E, 2), which.
-        blend_weight: (E, 2), in which shares; they add up to 1, and are kept in 15ths.
-        outlier: (O,), weights with a distribution of their own.
+        label: (n,), the component of each weight; arbitrary for the other two classes.
+        blended: (E,), indices of weights that mix two components.
+        blend_component: (E, 2), their components.
+        blend_weight: (E, 2), their shares, which add up to 1, in 15ths.
+        outlier: (O,), indices of weights with individual distributions.
         outlier_mean: (O,).
         outlier_std: (O,).
     """
@@ -173,7 +173,7 @@ def blank_codebook(size: int, device: torch.device) -> Codebook:
 
     Args:
         size: weights.
-        device: where its tensors live.
+        device: of its tensors.
     """
     none = torch.empty(0, dtype=torch.int64, device=device)
     return Codebook(
@@ -195,7 +195,7 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
     Args:
         book: the codebook.
         size: weights.
-        origin: where it comes from; begins the error.
+        origin: its source, for errors.
         ascending: whether blended weights and outliers must be in the order of the weights.
     """
     components = len(book.component)
@@ -215,17 +215,17 @@ def check_codebook(book: Codebook, size: int, origin: str = "codebook", ascendin
         raise InputError(f"{origin}: scales of outliers have collapsed to 0, expected positive numbers")
     if not bool((torch.cat([book.component[:, 1:], book.cholesky], 1) != 0).any(1).all()):
         raise InputError(f"{origin}: scales of components have collapsed to 0, expected a positive variance of each")
-    places = torch.cat([book.blended.long(), book.outlier.long()])
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < size:
+    indices = torch.cat([book.blended.long(), book.outlier.long()])
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < size:
         raise InputError(f"{origin}: names a weight that is not among the {size}")
-    if len(places.unique()) < len(places):
+    if len(indices.unique()) < len(indices):
         raise InputError(f"{origin}: a weight is blended or an outlier twice")
-    if ascending and not all(bool((places.diff() > 0).all()) for places in (book.blended, book.outlier)):
+    if ascending and not all(bool((indices.diff() > 0).all()) for indices in (book.blended, book.outlier)):
         raise InputError(f"{origin}: blended weights or outliers are not in the order of the weights")
 
 
 def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Return the codebook as a file has it: weights in order, shares in 15ths.
+    """Return the codebook in the form of a file: weights in order, shares in 15ths.
 
     Args:
         book: the codebook.
@@ -235,7 +235,7 @@ def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
 
 
 def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
-    """Number the components so that their index codes well, for tensors of these sizes."""
+    """Renumber the components so that their index codes well, for tensors of these sizes."""
     others = torch.cat([book.outlier, book.blended]).long()
     index = book.label.long().index_fill(0, others, len(book.component)).cpu()
     order = torch.from_numpy(arrange(index, book.component[:, 0].detach().cpu(), sizes)).to(book.label.device)

@@ -27,9 +27,9 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Layout
 from peerbayes.schema import NotNegativeInt, PositiveFloat
 
-# Where no number is given: a component for so many inliers, so many components at least and at most, and so many
-# inliers a component at the least. More components hardly follow the weights better, but leave many with a handful of
-# members, which are outliers then, and each of those takes more bytes than several weights that share.
+# Default number of components: inliers for each, fewest, most, and the least inliers for each. More components hardly
+# fit the weights better, but leave many with a few members, which become outliers, and each of those takes more bytes
+# than several weights that share.
 MEMBERS, FEWEST, MOST, LEAST = 1000, 256, 6000, 50
 BATCH = 1 << 16  # points of a step of expectation-maximisation
 
@@ -39,15 +39,15 @@ class Sharing:
     """Options of how a codebook is made.
 
     Attributes:
-        components: at first; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
-        threshold: weights of a mean beyond it are outliers.
-        top: share of weights with the largest gradients, which are outliers.
-        smallest: weights of components with fewer are outliers.
-        outliers: whether there are any.
+        components: before merging; 0 is one for 1000 inliers, from 256 (if that leaves 50 each) to 6000.
+        threshold: weights with larger means are outliers.
+        top: share of weights that are outliers by their large gradients.
+        smallest: members of components with fewer are outliers.
+        outliers: whether to choose any.
         blend: whether weights far from their component mix two.
         em_steps: passes of expectation-maximisation over the components.
-        thrift: squared distance that a bit of the index may cost, in variances of a typical layer (the geometric mean
-            over inliers), which also makes the number of components; 0 counts no bits. See
+        thrift: rate penalty: the cost of a bit of the index, as a squared distance in variances of a typical layer (the
+            geometric mean over inliers). It also determines the number of components; 0 is no penalty. See
             `peerbayes.codebook.clustering.thrifty`.
         merge: options of `peerbayes.codebook.merging.merge`.
 
@@ -95,8 +95,8 @@ def share(
 
     Args:
         posterior: trained, on any device; it is not changed.
-        options: thresholds and numbers.
-        gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None where it does not count.
+        options: see `ShareOptions`.
+        gradient: mean |∂ loss / ∂ μ_i| by shared weight (n,), from `gradient_statistic`; None if it is not needed.
         seed: of the clustering.
 
     Returns:
@@ -163,8 +163,8 @@ def share(
     inside, points, labels = inside[~few], points[~few], labels[~few]
     components, labels = _kept(components, ~small, labels)
     if not len(components.mean):
-        fewer = "for more thrift" if options.thrift else f"for fewer than {count}"
-        raise InputError(f"every component has fewer than {options.smallest} weights; ask {fewer}, or lower smallest")
+        fewer = "raise thrift" if options.thrift else f"ask for fewer than {count}"
+        raise InputError(f"every component has fewer than {options.smallest} weights; {fewer}, or lower smallest")
     log: dict[str, Any] = {}
     if options.merge.get("distance", 1) > 0 and len(components.mean) > 1:
         spread = components.covariance[:, 0, 0]
@@ -217,8 +217,8 @@ def _components_for(inliers: int) -> int:
 def _typical_variance(points: Tensor, part: Tensor) -> float:
     """Return the geometric mean over points of the variance in their part.
 
-    What a network can bear depends on how its weights differ within a layer, as batch-norm takes out their common size.
-    The variance of all weights would be that of the largest ones: a head with weights of 0.3 would leave a handful of
+    The error that a network tolerates depends on how its weights differ within a layer, since batch-norm removes their
+    common size. The variance of all weights is dominated by the largest: a head with weights of 0.3 would leave a few
     components to convolutions with weights of 0.01.
     """
     components = components_of(points, part, int(part.max()) + 1)
@@ -244,7 +244,7 @@ def cholesky_of(covariance: Tensor) -> Tensor:
 
 
 def gradient_statistic(posterior: Posterior, split: Split, *, seed: int = 0, batch_size: int = 256) -> Tensor:
-    """Return the mean over an epoch's batches of |∂ CE / ∂ μ_i|, one draw a batch, for the weights to be shared, (n,).
+    """Return the mean over an epoch's batches of |∂ CE / ∂ μ_i|, one draw a batch, for the weights to share, (n,).
 
     Batch-norm runs with its running statistics; the posterior does not change.
 

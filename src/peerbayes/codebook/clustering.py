@@ -1,7 +1,7 @@
 """Cluster points of the plane by k-means and EM, in float64 and bounded memory.
 
-Nothing loops over points or components, and no sum depends on the order in which a device does its additions, so that
-a result is a function of its arguments, also on a GPU. `thrifty` clusters with a penalty on the rate: a weight's
+There are no loops over points or components, and no sum depends on a device's order of additions. So a result is a
+function of its arguments, also on a GPU. `thrifty` clusters with a penalty on the rate: a weight's
 component costs bits in the file, and a rare one costs more.
 """
 
@@ -33,8 +33,8 @@ from peerbayes.math.noise import Address
 # Cut through its mean, a Gaussian has halves with means √(2/π) deviations off, and 2/π of its variance is between them.
 _HALF, _SPLIT_GAIN = math.sqrt(2 / math.pi), 2 / math.pi
 
-# With thousands of components, EM considers only these many for a point: those with the
-# longest axes, which reach far, and among the others those with the nearest means. All pairs of 11 million weights and
+# With thousands of components, EM considers only so many for a point: those with the
+# longest axes, which reach far, and of the others those with the nearest means. All pairs of 11 million weights and
 # 6000 components would be 67 billion.
 BROAD, NEAR = 96, 32
 
@@ -69,7 +69,7 @@ def kmeans(
     Args:
         points: shape ``(n, 2)``.
         count: the number of centres K, at most n.
-        address: where the randomness belongs.
+        address: of the randomness.
         rounds: steps on mini-batches.
         batch: points of a mini-batch.
         full: steps on all points.
@@ -139,12 +139,12 @@ def _lloyd(points: Tensor, centres: Tensor, steps: int) -> Tensor:
 
 
 def _lloyd_step(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many points are nearest to each centre, and their moments; see `member_moments`."""
+    """Return the number of points nearest to each centre, and their moments; see `member_moments`."""
     return member_moments(points, nearest(points, centres).squeeze(1), centres)
 
 
 def _relocate(size: Tensor, centres: Tensor, covariance: Tensor) -> Tensor:
-    """Return the centres with those that are missed least where they gain most: see `kmeans`."""
+    """Move the centres that are missed least to where they gain most: see `kmeans`."""
     if len(centres) < 2:
         return centres
     largest, axis = _principal_axis(covariance)
@@ -199,17 +199,17 @@ def em(
     ``r_ik = softmax_k(log π_k + log N(x_i; m_k, Σ_k))``; then ``π_k``, ``m_k`` and ``Σ_k`` are the share, the mean and
     the covariance (plus a ridge) of the points weighted by ``r_ik``. If all points fit into a batch this is plain EM.
     Otherwise step t = 0, 1, ... averages these moments into the old ones with weight ``(t + 2)^−decay`` (stepwise EM).
-    A component of no weight stays as it is. Where there are more than ``BROAD + NEAR`` components, a point is of so
-    many alone, the longest and the nearest ones (`_joint`).
+    A component without weight does not change. With more than ``BROAD + NEAR`` components, a point considers only the
+    longest and the nearest ones (`_joint`).
 
     Args:
         points: shape ``(n, 2)``.
         components: where to start; mixture weights are the shares of the counts.
-        steps: how many.
+        steps: number of steps.
         batch: points of a step.
-        address: where the choice of points belongs.
-        ridge: what is added to the diagonal of covariances.
-        decay: how fast the weight of a mini-batch falls; between ½ and 1 it converges.
+        address: of the random choice of points.
+        ridge: added to the diagonal of covariances.
+        decay: of the weight of a mini-batch; between ½ and 1 it converges.
 
     Returns:
         The components; counts are ``n π_k``.
@@ -244,21 +244,23 @@ def em(
 
 
 def most_probable(points: Tensor, components: Components) -> Tensor:
-    """Return for each point the component that it most probably belongs to, (n,); see `_joint`.
+    """Return the most probable component of each point, (n,); see `_joint`.
 
     Args:
         points: shape ``(n, 2)``.
         components: K components.
     """
-    labels = (which.gather(1, joint.argmax(1, keepdim=True)) for _, which, joint in _joint(points.double(), components))
+    labels = (
+        indices.gather(1, joint.argmax(1, keepdim=True)) for _, indices, joint in _joint(points.double(), components)
+    )
     return torch.cat(list(labels)).squeeze(1)
 
 
 def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield points in parts, with C components for each, (n, C), and ``log π_k + log N(x_i; m_k, Σ_k)`` of these.
 
-    They are the ``BROAD`` components with the longest axes and the ``NEAR`` others with the nearest means; with up to
-    that many in all, all of them. Nothing is of a component without weight.
+    They are the ``BROAD`` components with the longest axes and the ``NEAR`` others with the nearest means, or all if
+    there are no more. Components without weight have probability 0.
     """
     present = (components.count > 0).nonzero().squeeze(1)
     longest = _principal_axis(components.covariance[present])[0].argsort(descending=True, stable=True)
@@ -268,21 +270,21 @@ def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Ten
     log_weight = (components.count / components.count.sum()).log()
     room = (1 << 20) if points.device.type == "cpu" else (1 << 23)  # pairs at once
     for part in points.split(room // (BROAD + NEAR)):
-        which = broad.expand(len(part), -1)
+        indices = broad.expand(len(part), -1)
         if len(others):
-            which = torch.cat([which, others[nearest(part, components.mean[others], NEAR)]], 1)
-        density = log_density(part.unsqueeze(1), components.mean[which], components.covariance[which])
-        yield part, which, log_weight[which] + density
+            indices = torch.cat([indices, others[nearest(part, components.mean[others], NEAR)]], 1)
+        density = log_density(part.unsqueeze(1), components.mean[indices], components.covariance[indices])
+        yield part, indices, log_weight[indices] + density
 
 
 def _maximised(points: Tensor, old: Components, ridge: float) -> Components:
     total = torch.zeros(len(old), 6, dtype=torch.float64, device=points.device)
-    for part, which, joint in _joint(points, old):
+    for part, indices, joint in _joint(points, old):
         share = joint.softmax(1)
-        x, y = (part.unsqueeze(1) - old.mean[which]).unbind(2)
+        x, y = (part.unsqueeze(1) - old.mean[indices]).unbind(2)
         along, across = share * x, share * y
         columns = torch.stack([share, along, across, along * x, along * y, across * y], 2)
-        total += summed(columns.flatten(0, 1), which.flatten(), len(old))
+        total += summed(columns.flatten(0, 1), indices.flatten(), len(old))
     size, present = total[:, 0], total[:, 0] > 0
     # Moments are about the old mean, a few standard deviations away at most: little cancels here.
     shift, inner = about_mean(total[:, 1:] / torch.where(present, size, 1.0).unsqueeze(1))
@@ -298,16 +300,15 @@ _CHUNK = 1 << 18
 def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tuple[Tensor, Tensor]:
     """Return centres and labels that make ``Σ_i ‖x_i − c_k(i)‖² + worth · bits_i`` small: entropy-constrained k-means.
 
-    ``bits_i = −log₂`` of the share of the part's points that the centre has. Where k-means makes small cells of dense
-    regions, here cells of about equal width, ``√(6 worth / ln 2)``, are best, and take about a quarter of a bit a point
-    more than any code could do with [1]. So the points begin in the squares of that width which they lie in. Then come
-    steps of Lloyd [2]: every point takes the centre that costs it least, every centre becomes the mean of its points,
-    and one without any is dropped.
+    ``bits_i = −log₂`` of the share of the part's points that the centre has. k-means makes small cells of dense
+    regions; here cells of about equal width, ``√(6 worth / ln 2)``, are best, about a quarter of a bit a point above
+    the optimum [1]. So the initial clusters are squares of that width. Then come steps of Lloyd [2]: every point takes
+    the centre of the lowest cost, every centre becomes the mean of its points, and one without points is dropped.
 
     Args:
         points: shape ``(n, 2)``.
-        part: where each point belongs, int64, shape ``(n,)``: each part has frequencies of its own, as in the file.
-        worth: squared distance that a bit may cost; so much that there are at most 65,536 centres.
+        part: of each point, int64, shape ``(n,)``: each part has its frequencies, as in the file.
+        worth: the cost of a bit as a squared distance, large enough for at most 65,536 centres.
         steps: of Lloyd.
 
     Returns:
@@ -344,14 +345,14 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
 
 
 def _squares(points: Tensor, width: float) -> tuple[int, Tensor]:
-    """Return how many squares of this width have points, and which one each point is in, int64 ``(n,)``."""
-    places = (points / width).round_()
-    places -= places.amin(0)
-    rows, columns = (places.amax(0) + 1).tolist()
-    if not rows * columns < 1 << 53:  # float64 would not tell them apart
+    """Return the number of squares of this width with points, and the square of each point, int64 ``(n,)``."""
+    positions = (points / width).round_()
+    positions -= positions.amin(0)
+    rows, columns = (positions.amax(0) + 1).tolist()
+    if not rows * columns < 1 << 53:  # beyond float64's integers
         return 1 << 53, torch.empty(0, dtype=torch.int64)
     # As single numbers: unique rows take several times the time and memory.
-    cells, labels = places[:, 0].mul(columns).add_(places[:, 1]).unique(return_inverse=True)
+    cells, labels = positions[:, 0].mul(columns).add_(positions[:, 1]).unique(return_inverse=True)
     return len(cells), labels
 
 
@@ -376,11 +377,11 @@ def _cheapest_of_all(points: Tensor, part: Tensor, centres: Tensor, cost: Tensor
     # A processor wants its working set in the cache, an accelerator many points at once.
     size = max(1, ((1 << 17) if points.device.type == "cpu" else (1 << 24)) // len(centres))
     for first in range(0, len(points), size):
-        here = slice(first, first + size)
-        square = cost[part[here]]
+        chunk = slice(first, first + size)
+        square = cost[part[chunk]]
         for axis in range(2):
-            square += (points[here, axis, None] - centres[:, axis]).square_()
-        labels[here] = square.argmin(1)
+            square += (points[chunk, axis, None] - centres[:, axis]).square_()
+        labels[chunk] = square.argmin(1)
     return labels
 
 

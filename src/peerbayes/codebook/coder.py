@@ -1,13 +1,13 @@
-r"""Code which component every weight belongs to in about its entropy: tables of frequencies and rANS.
+r"""Code the component of every weight in about its entropy: tables of frequencies and rANS.
 
 The weights' numbers are coded part by part (a part is a layer) by range asymmetric numeral systems [1], in many lanes
 that NumPy steps together. All parts share one table of frequencies. A part may reshape it: the symbols, in their order,
-are cut into bins of equal mass, and the part says how often it has each bin; with a bin a symbol that is a table of its
-own. The encoder takes for each part what is smallest, so neighbouring numbers should belong to components that occur in
-the same layers: `arrange` finds such an order.
+are cut into bins of equal mass, and the part stores the frequency of each bin; with one bin for each symbol that is a
+separate table. The encoder chooses the smallest form for each part, so neighbouring numbers should belong to components
+that occur in the same layers: `arrange` finds such an order.
 
-A table keeps square roots of counts, rounded: that costs a quarter of a bit a symbol and halves the table. What both
-sides must agree on is made of integers and of single float64 operations, which IEEE 754 rounds alike everywhere.
+A table stores rounded square roots of counts: that costs a quarter of a bit a symbol and halves the table. Encoder and
+decoder agree because all is made of integers and of single float64 operations, which IEEE 754 rounds alike everywhere.
 
 Bytes, little-endian: ``pbi\x01``; a digest (8) of what follows, the alphabet and the parts; the length of the tables
 (4); the tables (see `_squeeze`: a level for each part that is not empty, the shared table, the parts' own); the lanes'
@@ -52,7 +52,7 @@ def encode(symbols: NDArray[np.integer] | Tensor, alphabet: int, parts: Sequence
     Args:
         symbols: the integers, (n,).
         alphabet: how many symbols there are.
-        parts: integers of each part, n in all; each part has a distribution of its own.
+        parts: integers of each part, n in all; each part has its distribution.
 
     Raises:
         InputError: the symbols are no such integers, or the parts do not add up to their number.
@@ -96,7 +96,7 @@ def decode(data: bytes, alphabet: int, parts: Sequence[int]) -> Tensor:
         raise InputError("index: not written by peerbayes, or truncated (its first bytes are wrong)")
     if data[len(MAGIC) : head] != _digest(body, alphabet, parts):
         raise InputError("index: damaged, or made for other components or layers (its digest does not match)")
-    # Whoever changes bytes can change the digest too: trust nothing below.
+    # An attacker can change the digest, too: trust nothing below.
     start = 4 + int.from_bytes(body[:4], "little")
     first = start + 8 * _lanes(size)
     if first > len(body) or (len(body) - first) % 4:
@@ -145,7 +145,7 @@ def _digest(body: bytes | memoryview, alphabet: int, parts: Sequence[int]) -> by
 
 
 def _slices(parts: Sequence[int]) -> list[slice]:
-    """Return where the parts lie that are not empty."""
+    """Return the slices of the parts that are not empty."""
     ends = np.cumsum(np.array(parts, np.int64)).tolist()
     return [slice(end - part, end) for end, part in zip(ends, parts, strict=True) if part]
 
@@ -208,7 +208,7 @@ class _Shared:
         return _Code(_frequencies(self.mass, self.bits))
 
     def ranks(self, alphabet: int) -> Ints:
-        """Return each symbol's place among those that occur, (alphabet,)."""
+        """Return each symbol's index among those that occur, (alphabet,)."""
         ranks = np.zeros(alphabet, np.int64)
         ranks[self.symbols] = np.arange(len(self.symbols))
         return ranks
@@ -263,7 +263,7 @@ def _adds_up(roots: Ints, size: int) -> bool:
     return bool(squares - int(roots.sum()) + ones <= size <= squares + int(roots.sum()))
 
 
-def _fit(ranks: Ints, where: slice, shared: _Shared) -> _Frequencies:
+def _fit(ranks: Ints, region: slice, shared: _Shared) -> _Frequencies:
     """Return the table that codes a part in the fewest bytes, its own included."""
     counts = np.bincount(ranks, minlength=len(shared.symbols))
     used = np.flatnonzero(counts)
@@ -272,20 +272,20 @@ def _fit(ranks: Ints, where: slice, shared: _Shared) -> _Frequencies:
         bits = shared.bits - np.log2(shared.code_of(table).frequencies[used])
         return float(counts[used] @ bits) / 8 + len(_squeeze(table.roots))
 
-    tables = [_Frequencies(where, 0, np.zeros(0, np.int64))]
+    tables = [_Frequencies(region, 0, np.zeros(0, np.int64))]
     for level in range(1, shared.finest(len(ranks)) + 1):
-        tables.append(_Frequencies(where, level, _roots(np.add.reduceat(counts, shared.starts(level)))))
+        tables.append(_Frequencies(region, level, _roots(np.add.reduceat(counts, shared.starts(level)))))
     return min(tables, key=size) if len(tables) > 1 else tables[0]
 
 
-def _read_tables(values: Ints, alphabet: int, where: list[slice]) -> tuple[_Shared, list[_Frequencies]]:
+def _read_tables(values: Ints, alphabet: int, regions: list[slice]) -> tuple[_Shared, list[_Frequencies]]:
     """Return the tables that `encode` put into these integers."""
-    end = len(where) + alphabet
-    levels, roots = values[: len(where)].tolist(), values[len(where) : end]
-    if len(values) < end or not _adds_up(roots, where[-1].stop if where else 0):
+    end = len(regions) + alphabet
+    levels, roots = values[: len(regions)].tolist(), values[len(regions) : end]
+    if len(values) < end or not _adds_up(roots, regions[-1].stop if regions else 0):
         raise InputError("index: damaged (its shared table does not add up to the number of weights)")
     shared, tables = _Shared.of(roots), []
-    for part, level in zip(where, levels, strict=True):
+    for part, level in zip(regions, levels, strict=True):
         size = part.stop - part.start
         if level > shared.finest(size):
             raise InputError(f"index: damaged (a layer of {size} weights with a table of level {level})")

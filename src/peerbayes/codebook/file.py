@@ -1,6 +1,6 @@
-"""Pack shared weights into a small file: what makes a network first, then what makes it uncertain.
+"""Pack shared weights into a small file: means first, then scales.
 
-Tensors, in the order in which they lie in the file, with 32 ``bits``, where all is exact; *small*: with fewer:
+Tensors, in the order of the file, with 32 ``bits``, where all is exact; *small*: with fewer:
 
 grids                   small: the grids of all numbers below, float32 (6 + layers,), see `_grids`
 fixed/floats            all float32 tensors that are not shared, end to end; small: those that float16 would spoil
@@ -14,10 +14,10 @@ means/blend_step        how many components further, by mean, the second is; cod
 means/blend_weight      the share of the first, in 15ths; coded
 scales/component        s, a, b, c of the components, float32 (K, 4); small: (4, K), 8 bits, coded
 scales/outlier          ρ of the outliers, float32 (O,); small: 8 bits of σ, coded
-anchor/...              what the prior is anchored at; only where training may go on, and never in small files
+anchor/...              means of an anchored prior; only in checkpoints, never in small files
 
-A reader that has got as far as ``scales`` can predict with the mean weights (`Shared.load_means`). Names and shapes are
-the network's, of which the description holds a digest.
+A reader that has the file up to ``scales`` can predict with the mean weights (`Shared.load_means`). Names and shapes
+are the network's; the description holds a digest of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def from_multiples(codes: Tensor, step: float) -> Tensor:
 def to_powers(values: Tensor) -> tuple[Tensor, int]:
     """Round to 0 or ± 2^((top + level − 127) / 8), level 1 to 127.
 
-    A code is the level, with 128 for a minus; 0 is 0. What is less than 2^-16 of the largest gets the lowest level.
+    A code is the level, plus 128 if negative; 0 is 0. Numbers below 2^-16 of the largest get the lowest level.
 
     Returns:
         The codes, uint8, and top.
@@ -100,7 +100,7 @@ def to_powers(values: Tensor) -> tuple[Tensor, int]:
 
 
 def from_powers(codes: Tensor, top: int) -> Tensor:
-    """Return the numbers of codes, float32.
+    """Return the numbers that codes stand for, float32.
 
     Args:
         codes: from `to_powers`, uint8.
@@ -133,7 +133,7 @@ def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], 
 
     Args:
         posterior: shared weights.
-        anchors: whether to keep what the prior is anchored at, for training to continue.
+        anchors: whether to keep the anchors of the prior, for training to continue.
     """
     small, sizes = posterior.bits < EXACT, posterior.layout.sizes
     component = posterior.component.detach().cpu()
@@ -214,7 +214,7 @@ def _to_grids(
 
 
 def _by_layer(places: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Return how many of some weights lie in each layer."""
+    """Return the number of given weights in each layer."""
     ends = torch.tensor(sizes).cumsum(0)
     return torch.bincount(torch.bucketize(places, ends, right=True), minlength=len(sizes)).tolist()
 
@@ -240,7 +240,7 @@ def _digest(posterior: Shared) -> str:
 
 
 class _Reader:
-    """A file's tensors, each asked for once with what it has to be."""
+    """A reader of a file's tensors, which checks the type and shape of each."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.left = dict(tensors)
@@ -261,7 +261,7 @@ class _Reader:
         return tensor
 
     def bytes(self, name: str) -> bytes:
-        """Return what `_padded` was given."""
+        """Return the input of `_padded`."""
         data = self.take(name, torch.uint8, None).numpy().tobytes()
         more = data[-1] if data else 0
         if len(data) % 8 or not 1 <= more <= 8 or any(data[-more:-1]):
@@ -280,13 +280,13 @@ class _Reader:
 def unpacked(
     tensors: Mapping[str, Tensor], about: Mapping[str, Any], posterior: Shared, means_alone: bool = False
 ) -> dict[str, Tensor]:
-    """Return the state that `Shared.load_state` takes, from what `packed` made.
+    """Return the state for `Shared.load_state` from the output of `packed`.
 
     Args:
         tensors: of the file.
         about: its description.
         posterior: over the same network, with as many bits, and any codebook.
-        means_alone: whether the tensors are those that come first, so that all scales are to be 1.
+        means_alone: whether only the first tensors are there; all scales are then 1.
     """
     if about.get("network") != _digest(posterior):
         raise InputError("the shared weights belong to another network (names or shapes of tensors differ)")
@@ -328,7 +328,7 @@ def unpacked(
 
 
 def _grids(grids: Tensor) -> list[float]:
-    """Return the grids, as `_to_grids` made them: steps that are positive, and powers that float32 has."""
+    """Return the grids of `_to_grids`, checked: positive steps, and powers within float32."""
     values = grids.tolist()
     steps, tops = [values[0], *values[6:]], values[1:6]
     whole = all(math.isfinite(top) and top == int(top) and abs(top) < 1200 for top in tops)
@@ -359,7 +359,7 @@ def _unpack_index(reader: _Reader, centres: Tensor, sizes: Sequence[int]) -> dic
 
 
 def _unpack_fixed(reader: _Reader, expected: Mapping[str, Tensor], full: Any) -> dict[str, Tensor]:
-    """Return the tensors that are not shared; those numbered in ``full``, or all where it is None, are float32."""
+    """Return the tensors that are not shared; those numbered in ``full``, or all if it is None, are float32."""
     if full is not None and not (isinstance(full, list) and all(type(n) is int for n in full)):
         raise InputError("a file of shared weights is damaged: 'full' is not a list of numbers")
     groups: dict[str, dict[str, Tensor]] = {"fixed/floats": {}, "fixed/halves": {}, "fixed/others": {}}

@@ -1,7 +1,6 @@
-"""Merge components that hardly differ, to convergence, by the moments of their members.
+"""Merge similar components until none qualify, by the moments of their members.
 
-Everything is added up in a fixed order, never by atomic additions, so that a result is a function of its arguments,
-also on a GPU.
+All sums have a fixed order, without atomic additions, so that a result is a function of its arguments, also on a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def components_of(points: Tensor, labels: Tensor, count: int, *, correction: int
 
 
 def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number, mean and covariance of each centre's members; a centre without members keeps its place.
+    """Return the number, mean and covariance of each centre's members; a centre without members keeps its position.
 
     Args:
         points: shape ``(n, 2)``.
@@ -73,7 +72,7 @@ def member_moments(points: Tensor, labels: Tensor, centres: Tensor) -> tuple[Ten
 
 
 def offsets(points: Tensor, labels: Tensor, centres: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-    """Return x and y of points from their centres, (n,) each; one after the other, as copies of millions count.
+    """Return offsets x and y of points from their centres, (n,) each, one after the other to save memory.
 
     Args:
         points: shape ``(n, 2)``.
@@ -101,7 +100,7 @@ def with_ridge(covariance: Tensor, ridge: float) -> Tensor:
 
     Args:
         covariance: Σ, ``(K, 2, 2)``.
-        ridge: what is added to the diagonal.
+        ridge: added to the diagonal.
     """
     return covariance + ridge * torch.eye(2, dtype=covariance.dtype, device=covariance.device)
 
@@ -185,7 +184,7 @@ def merge(
         rule: see `merged`.
 
     Returns:
-        The components that are left, in the order of their lowest member; where each old one went, int64 ``(K,)``;
+        The remaining components, in the order of their lowest member; the new index of each old one, int64 ``(K,)``;
         and a log of plain numbers: components ``before`` and ``after``, ``rounds`` (the last one merges nothing),
         ``merged`` pairs; ``near``: pairs that the distance allowed; ``gradient``, ``spread``: those of them that the
         gate blocked; ``gradient_alone``, ``spread_alone``: those that nothing else blocked. These are summed over
@@ -254,7 +253,7 @@ def _mutual(pairs: Tensor, square: Tensor, size: int) -> Tensor:
 def _joined(
     components: Components, slope: Tensor, spread: Tensor, pairs: Tensor, rule: Rule
 ) -> tuple[Components, Tensor, Tensor, Tensor]:
-    """Return the components with pairs merged, their slope and spread, and where each one went."""
+    """Return the components with pairs merged, their slope and spread, and the new index of each one."""
     low, high = pairs
     first, second = components.select(low), components.select(high)
     joined = merged(first, second, rule)
@@ -276,12 +275,12 @@ def _joined(
     return components.select(left), slope[left], spread[left], (left.cumsum(0) - 1)[target]
 
 
-def _per_component(name: str, given: Tensor | None, components: Components, default: Tensor) -> Tensor:
-    if given is None:
+def _per_component(name: str, values: Tensor | None, components: Components, default: Tensor) -> Tensor:
+    if values is None:
         return default
-    if tuple(given.shape) != (len(components),) or not given.is_floating_point():
+    if tuple(values.shape) != (len(components),) or not values.is_floating_point():
         raise InputError(
-            f"{name} is a {given.dtype} tensor of shape {tuple(given.shape)}: "
+            f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}: "
             f"expected a floating-point number for each of {len(components)} components."
         )
-    return given.double()
+    return values.double()

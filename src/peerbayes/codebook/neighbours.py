@@ -18,16 +18,16 @@ _STRIPS = 0.25  # of the square root of the number of centres, if both axes spre
 def nearest(points: Tensor, centres: Tensor, count: int = 1) -> Tensor:
     """Return the ``count`` nearest centres of every point, by the exact Euclidean distance in float64.
 
-    The plane is cut into strips along the axis in which the centres spread less, each with as many centres, which are
-    sorted along the other axis. From a point's place in its own strip a window widens to both sides until
-    ``Δx² > worst kept distance²``, then the strips to both sides are searched in the same way while they are as near.
-    Rounds take only the points that are still open. Memory is bounded; the time is that of the centres looked at:
-    about ten a point, all K in the worst case.
+    The plane is cut into strips along the axis in which the centres spread less, each with as many centres, sorted
+    along the other axis. From a point's position in its strip a window widens to both sides until ``Δx² > worst kept
+    distance²``. Then the strips to both sides are searched in the same way while they are near enough. Rounds continue
+    with the points that are still open. Memory is bounded; time is proportional to the centres searched: about ten for
+    a point, all K in the worst case.
 
     Args:
         points: shape ``(N, 2)``, finite.
-        centres: shape ``(K, 2)``, finite; one that is not a number (a component without members) is nowhere.
-        count: how many, from 1 to K.
+        centres: shape ``(K, 2)``, finite; NaN (a component without members) is never a neighbour.
+        count: number of neighbours, from 1 to K.
 
     Returns:
         Indices of centres, int64, shape ``(N, count)``, nearest first; of equal distances the lower index first.
@@ -74,16 +74,16 @@ def _table(centres: Tensor, width: int) -> _Strips:
     ratio = min(spread) / max(spread) if max(spread) > 0 else 0.0
     strips = max(1, round(_STRIPS * math.sqrt(size * ratio)))
     along, across = centres.T[axes]
-    places = torch.arange(size, device=device)
-    strip = torch.empty_like(places)
-    strip[across.argsort(stable=True)] = places * strips // size
-    rank = torch.empty_like(places)
-    rank[along.argsort(stable=True)] = places
+    ranks = torch.arange(size, device=device)
+    strip = torch.empty_like(ranks)
+    strip[across.argsort(stable=True)] = ranks * strips // size
+    rank = torch.empty_like(ranks)
+    rank[along.argsort(stable=True)] = ranks
     keys, order = (strip * (size + 1) + rank).sort()
     strip, across = strip[order], across[order]
     line = torch.full((3, size + (strips + 1) * width), torch.inf, dtype=torch.float64, device=device)
     line[1:] = 0
-    line[:, places + (strip + 1) * width] = torch.stack([along[order], across, order.double()])
+    line[:, ranks + (strip + 1) * width] = torch.stack([along[order], across, order.double()])
     counts = torch.bincount(strip, minlength=strips)
     low = torch.segment_reduce(across, "min", lengths=counts)
     high = torch.segment_reduce(across, "max", lengths=counts)
@@ -123,22 +123,24 @@ def _scan(
     """Improve what is kept by the centres to the left of ``begin`` in its strip, then by those from it on."""
     for first, step, edge in ((begin - table.width, -table.width, 0), (begin, table.width, -1)):
         active = torch.arange(len(begin), device=begin.device)
-        start, x, y, best, which = first, along, across, kept, index
+        start, x, y, best, best_index = first, along, across, kept, index
         while len(active):
             row = table.rows.index_select(0, start)
             square = (row[:, 0] - x[:, None]).square_()
             last = square[:, edge].clone()
             square += (row[:, 1] - y[:, None]).square_()
             nearer = _least(square, row[:, 2], min(best.shape[1], table.width))
-            best, which = _least(torch.cat([best, nearer[0]], 1), torch.cat([which, nearer[1]], 1), best.shape[1])
+            best, best_index = _least(
+                torch.cat([best, nearer[0]], 1), torch.cat([best_index, nearer[1]], 1), best.shape[1]
+            )
             if len(active) == len(begin):
-                kept, index = best, which
+                kept, index = best, best_index
             else:
-                kept[active], index[active] = best, which
+                kept[active], index[active] = best, best_index
             # Also at equality: a centre of a lower index may be as near.
             still = (last <= best[:, -1]).nonzero().squeeze(1)
             active, start = active[still], start[still] + step
-            x, y, best, which = x[still], y[still], best[still], which[still]
+            x, y, best, best_index = x[still], y[still], best[still], best_index[still]
     return kept, index
 
 

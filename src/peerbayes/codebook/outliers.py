@@ -1,4 +1,4 @@
-"""Choose the weights that stay individual, and those that blend several components."""
+"""Choose outliers, and the weights that blend several components."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CHUNK = 1 << 20
 
 
 def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float = 0.2, top: float = 0.01) -> Tensor:
-    """Return the weights that stay individual: ``|μ_i| > threshold``, or ``|gradient_i|`` of the largest ``⌊top·n⌋``.
+    """Return the outliers: ``|μ_i| > threshold``, or ``|gradient_i|`` among the largest ``⌊top·n⌋``.
 
     Args:
         mean: means of all weights, shape ``(n,)``.
         gradient: how much the loss depends on each, shape ``(n,)``, any sign; ``None`` uses the means alone.
         threshold: the bound on the means.
-        top: a share from 0 to 1, taken as it is written: 0.29 of 100 are 29.
+        top: a share from 0 to 1, as a decimal: 0.29 of 100 are 29.
 
     Returns:
-        A mask, shape ``(n,)``. Of equal gradients at the bound those of lower index are in.
+        A mask, shape ``(n,)``. Of equal gradients at the bound those of lower index are outliers.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def outliers(mean: Tensor, *, gradient: Tensor | None = None, threshold: float =
 
 
 def steepest(top: float, count: int) -> int:
-    """Return how many weights are outliers by their gradients: ``⌊top·count⌋``, of the share as written.
+    """Return the number of outliers by gradient: ``⌊top·count⌋``, of the share as a decimal.
 
     Args:
         top: the share.

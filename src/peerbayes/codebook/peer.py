@@ -1,4 +1,4 @@
-"""Make codebooks of peers, from a trained posterior and the options of a recipe, and merge them in training."""
+"""Make codebooks of peers, from a trained posterior and a recipe's options, and merge components between epochs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def making_fields() -> dict[str, tuple[Any, Any]]:
 
 
 def blank_shared(network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Shared:
-    """Return a stand-in for a codebook that is not made yet; refuse more, or larger, components than it can have.
+    """Return a placeholder for a codebook; check that it can have so many, and so large, components.
 
-    Those with the steepest gradients are outliers, whichever weights they will be; more may be by their means.
+    The weights with the largest gradients will be outliers; there may be more by their means.
 
     Args:
-        network: whose weights are to be shared.
+        network: to share the weights of.
         options: of the recipe's posterior.
         seed: with ``name``, the address of its draws.
         name: the peer's.
@@ -82,8 +82,8 @@ def shared_of(
         posterior: trained, with a scale for every weight; it is not changed.
         network: of the same architecture.
         options: of the recipe's posterior.
-        split: training inputs, on which gradients count.
-        seed: of the clustering; with ``name``, where its draws live.
+        split: training inputs, for gradients.
+        seed: of the clustering; with ``name``, the address of its draws.
         name: the peer's.
 
     Example:
@@ -123,14 +123,14 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn_if_barely_shared(shared: Shared, name: str) -> None:
-    """Warn if a file will hardly become smaller, because most of the network is not shared."""
+    """Warn if most of the network is not shared, so that a file hardly becomes smaller."""
     others = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:
         largest = max(others, key=lambda tensor: others[tensor].numel())
         warnings.warn(
-            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; all others, "
-            f"'{largest}' above all, have no scales to share and stay as they are",
+            f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; the others, "
+            f"mostly '{largest}', have no scales and are not shared",
             PeerbayesWarning,
             stacklevel=2,
         )
@@ -140,19 +140,18 @@ def _warn_if_barely_shared(shared: Shared, name: str) -> None:
 def merge_trained(
     posterior: Shared, moments: Iterable[Tensor] = (), gradient: Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Merge components of shared weights that have come near each other, in place.
+    """Merge components of shared weights that training has moved together, in place.
 
-    No tensor changes its shape or moves, so that optimisers, checkpoints and a captured step go on with it: what has
-    gone into another component stays behind without weights until the posterior is saved. The points that
-    components were made of are not known any more, so weights keep their component, or the two that they blend. A
-    component counts its weights, blended ones by their shares.
+    No tensor changes its shape or storage, so optimisers, checkpoints and a captured step continue. A merged component
+    stays, without weights, until the posterior is saved. The points of the clustering are not stored, so weights keep
+    their component, or the two that they blend. A component counts its weights, blended ones by their shares.
 
-    The prior of a merged component is anchored at what its members' anchors have as one Gaussian, by moments.
+    The prior of a merged component is anchored at the Gaussian with the moments of its members' anchors.
 
     Args:
         posterior: in training.
-        moments: what an optimiser remembers of the components, (K, ...) each. The gradient of a merged component is
-            the sum of its members', and so is what is remembered of it.
+        moments: the optimiser's state of the components, (K, ...) each. The gradient of a merged component is the sum
+            of its members', and so is its state.
         gradient: mean gradient of the loss by (mean, scale) of the components, (K, 2); None opens its gate.
         options: of `merge`.
 
@@ -181,9 +180,9 @@ def merge_trained(
     if not log["merged"]:
         return log
     # Each component moves to the first of its group, where the merged one will be.
-    places = used.nonzero()[:, 0]
-    first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, places, "amin")
-    into = torch.arange(size, device=used.device).index_copy(0, places, first[mapping])
+    indices = used.nonzero()[:, 0]
+    first = torch.full((len(left),), size, device=used.device).scatter_reduce_(0, mapping, indices, "amin")
+    into = torch.arange(size, device=used.device).index_copy(0, indices, first[mapping])
     new = torch.bincount(mapping) > 1
     target, merged = first[new], left.select(new)
     anchor = _pooled(_components(posterior.anchor_component, posterior.anchor_cholesky, count), into).select(target)
@@ -207,7 +206,7 @@ def _components(mean: Tensor, cholesky: Tensor, count: Tensor) -> Components:
 
 
 def _pooled(components: Components, into: Tensor) -> Components:
-    """Return what all components that go to one place have as one Gaussian, (K,); nothing where none goes."""
+    """Return the moments of the components that merge into each one as one Gaussian, (K,); empty where none do."""
     size, count = len(components), components.count.clamp_min(1e-9)
     whole = summed(count, into, size)
     share = count / whole[into]

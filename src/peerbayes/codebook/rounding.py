@@ -1,7 +1,7 @@
-"""Store the same posterior in fewer bytes by plain rounding: its size, and what is left of it.
+"""Store a posterior in fewer bytes by plain rounding.
 
-Every form is a real posterior whose numbers lie on the form's grid. Its bytes count the codes, packed without gaps, and
-the constants of the grids; names and a header are not counted.
+Every form is a posterior whose numbers lie on the form's grid. Its bytes count the packed codes and the constants of
+the grids, without names and header.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Form:
 
 
 def forms(posterior: Posterior) -> Iterator[Form]:
-    """Yield rounded forms of a posterior, one at a time, then those of its mean network.
+    """Yield rounded forms of a posterior, one at a time, then those of its mean weights.
 
     ``float32`` and ``float16`` are all its numbers in that type. ``int8, 4-bit scales`` has means in 8 bits with a step
-    a channel, scales on a logarithmic grid a tensor, and float16 for everything else: factors, biases, batch-norm.
-    A point has no scales, and is its own mean network. A shared posterior is taken weight by weight.
+    for each channel, scales on a logarithmic grid for each tensor, and float16 for the rest: factors, biases,
+    batch-norm. A point has no scales. A shared posterior is expanded to its weights.
     """
     if isinstance(posterior, Shared):
         posterior = as_mean_field(posterior)
@@ -125,7 +125,7 @@ def _floats(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
 def rounded_means(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
     """Round to c · step with |c| < 2^(bits-1), with a step for each output channel (axis 0).
 
-    The step is the best of some candidates by squared error: of few bits, it does not pay to reach the largest number.
+    The step is the best of several candidates by squared error: with few bits it should not reach the largest number.
 
     Args:
         tensor: means.

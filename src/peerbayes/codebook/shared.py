@@ -1,4 +1,4 @@
-"""Posterior whose weights share a codebook: few Gaussians over (mean, scale), and individual outliers."""
+"""A posterior whose weights share a codebook: a few Gaussians over (mean, scale), and individual outliers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def conv_and_linear_weights(name: str, module: nn.Module) -> bool:
 
 
 def check_bits(bits: Any) -> int:
-    """Return the bits of an outlier's mean, if they are so many as a file can have."""
+    """Check the bits of an outlier's mean, and return them."""
     if not isinstance(bits, int) or bits not in BITS:
         raise InputError(f"bits is {bits!r}, expected {BITS[0]} to {BITS[-2]}, or {EXACT}")
     return bits
@@ -75,18 +75,18 @@ Bits = Annotated[int, AfterValidator(check_bits)]
 
 
 def usually_shared(network: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return those of some parameters' names that `conv_and_linear_weights` chooses.
+    """Return the names of parameters that `conv_and_linear_weights` chooses.
 
     Args:
-        network: that has them.
-        names: of parameters.
+        network: with these parameters.
+        names: candidates.
     """
     modules = dict(network.named_modules())
     return [name for name in names if conv_and_linear_weights(name, modules[name.rpartition(".")[0]])]
 
 
 class Shared(Posterior):
-    """Posterior of weights that share a codebook: inliers follow their component, outliers their own N(μ_i, σ_i²).
+    """Posterior of weights that share a codebook: inliers follow their component, outliers N(μ_i, σ_i²).
 
     A component is a Gaussian over (mean, scale) with mean (m, s) and covariance L Lᵀ, L = [[a, 0], [b, c]]. By
     ``sampling`` a draw is:
@@ -98,25 +98,25 @@ class Shared(Posterior):
     - ``cluster``: w = m + a ε, one for all weights of a component
     - ``cluster_hier``: as hierarchical, one for all weights of a component
 
-    A blended weight has the parameters Σ_j α_j (m, s, a, b, c)_j of two components; where components are drawn as a
-    whole, it is Σ_j α_j w_j. As a ``mixture`` it belongs to one of the two in each draw, with probability α_j. Means,
-    factors and outliers are trained; which weight belongs to what is not.
+    A blended weight has the parameters Σ_j α_j (m, s, a, b, c)_j of two components, or is Σ_j α_j w_j if components are
+    drawn as a whole. As a ``mixture`` it belongs to one of the two in each draw, with probability α_j. Means, factors
+    and outliers are trained; the assignment of weights is not.
 
     Args:
         network: any module.
         codebook: from `peerbayes.codebook`; None for a placeholder that a file is read into.
-        sampling: how weights are drawn.
+        sampling: one of the list above.
         mixture: whether blended weights are mixtures.
-        prior: ``"anchored"``: for components and blended weights N(m, v) as they were at first, for outliers
-            N(μ_i, prior_std²) as they were at first; ``"normal"``: N(0, prior_std²).
+        prior: ``"anchored"``: with the initial values, N(m, v) for components and blended weights and
+            N(μ_i, prior_std²) for outliers; ``"normal"``: N(0, prior_std²).
         prior_std: see ``prior``.
         bits: of an outlier's mean in a file. With 4 to 16 all numbers are rounded: components' means to 16 bits, scales
             to 8, and what is not shared to float16. With 32 every number is stored exactly.
-        weights: names of the parameters that are shared; by default those that ``bayesian`` chooses.
+        weights: names of the shared parameters; by default those that ``bayesian`` chooses.
         bayesian: chooses parameters by (name, owning module).
-        start_from: a trained network to take all other tensors from.
+        start_from: a trained network with all other tensors.
         seed: with ``name``, the address of its draws in predictions.
-        name: a name of its own makes peers of one seed differ.
+        name: of the peer; peers of one seed differ by it.
 
     Example:
         >>> import torch
@@ -197,14 +197,13 @@ class Shared(Posterior):
 
     @classmethod
     def option_fields(cls) -> dict[str, tuple[Any, Any]]:
-        """Return type and default of each option in a recipe: how the codebook is made, and how weights are drawn.
+        """Return type and default of each option in a recipe: of the codebook, and of draws.
 
         See `peerbayes.codebook.build.share` and `peerbayes.Shared`.
 
         Args:
-            merge: which components become one.
-            merge_every_epoch: whether components that have come near each other are merged at the end of every epoch,
-                too.
+            merge: options of merging.
+            merge_every_epoch: whether to merge after every epoch of training, too.
         """
         from peerbayes.codebook.peer import making_fields
 
@@ -213,7 +212,7 @@ class Shared(Posterior):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options that contradict each other."""
+        """Check that options do not contradict each other."""
         if options["mixture"] and not options["blend"]:
             raise ValueError("mixture is how blended weights are drawn, but blend is false; leave out one of them")
         if options["merge_every_epoch"] and not options["merge"]["distance"]:
@@ -230,12 +229,12 @@ class Shared(Posterior):
 
     @classmethod
     def stand_in(cls, network: nn.Module, options: Mapping[str, Any], seed: int, name: str) -> Posterior:
-        """Return a codebook's stand-in; see `peerbayes.codebook.blank_shared`.
+        """Return a placeholder of a codebook; see `peerbayes.codebook.blank_shared`.
 
         Args:
             network: any module.
             options: of the recipe.
-            seed: with ``name``, where its draws live.
+            seed: with ``name``, the address of its draws.
             name: the peer's.
         """
         from peerbayes.codebook.peer import blank_shared
@@ -246,14 +245,14 @@ class Shared(Posterior):
     def made_from(
         cls, posterior: Posterior, network: nn.Module, options: Mapping[str, Any], split: Split, seed: int, name: str
     ) -> Posterior:
-        """Make it of a trained posterior with scales; see `peerbayes.codebook.shared_of`.
+        """Make shared weights from a trained posterior with scales; see `peerbayes.codebook.shared_of`.
 
         Args:
             posterior: trained, with a scale for every weight.
             network: of the same architecture.
             options: of the recipe.
-            split: training inputs, on which gradients count.
-            seed: of the clustering; with ``name``, where its draws live.
+            split: training inputs, for gradients.
+            seed: of the clustering; with ``name``, the address of its draws.
             name: the peer's.
         """
         from peerbayes.codebook.peer import shared_of
@@ -261,14 +260,14 @@ class Shared(Posterior):
         return shared_of(posterior, network, options, split, seed, name)
 
     def _hold(self, mean: Tensor, rest: Tensor) -> None:
-        # The codebook holds the weights; there are no means besides.
+        # The codebook holds the weights; there are no other means.
         del mean
         self.rest = nn.Parameter(rest)
 
     def _take(self, book: Codebook) -> None:
-        """Take a codebook's tensors, also as the prior's anchor; in the order of a file, with shares in 15ths.
+        """Set a codebook's tensors, also as the prior's anchor, in the order of a file and with shares in 15ths.
 
-        Here, not where a file is written: noise goes by the order, so a file that is read back has the same draws.
+        Noise follows the order, so ordering here, not in `save`, gives a loaded file the same draws.
         """
         check_codebook(book, self.layout.size)
         book = in_file_order(book, self.layout.sizes)
@@ -313,17 +312,17 @@ class Shared(Posterior):
 
     @property
     def used(self) -> Tensor:
-        """Which components have any weight, a mask (K,)."""
+        """Components with any weight, a mask (K,)."""
         labelled = torch.bincount(self._rows, minlength=len(self.component))[: len(self.component)] > 0
         return labelled.index_fill(0, self.blend_component.flatten().long(), True)
 
     @torch.no_grad()
     def join(self, into: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Merge components into others, with new ``parts``; every tensor stays where it is.
+        """Merge components into others, in place.
 
         Args:
-            into: the component, (K,), that each one's weights have from now on.
-            parts: what the components are now, and what the prior is anchored at: tensors by name.
+            into: the new component of each one's weights, (K,).
+            parts: the new components, and anchors of their prior: tensors by name.
         """
         for name, tensor in parts.items():
             getattr(self, name).copy_(tensor)
@@ -332,7 +331,7 @@ class Shared(Posterior):
         self._derive()
 
     def _tidy(self) -> None:
-        """Drop components that no weight uses any more, and blends of a component with itself."""
+        """Drop components without weights, and blends of a component with itself."""
         pair, used = self.blend_component.long(), self.used
         mixed = pair[:, 0] != pair[:, 1]
         if bool(used.all()) and bool(mixed.all()):
@@ -355,10 +354,10 @@ class Shared(Posterior):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation of every weight as it is drawn, shape (size,).
+        """Standard deviation of every drawn weight, shape (size,).
 
-        √(s² + a² + b² + c²); |s| with ``mean`` sampling, |a| with ``cluster``. A blended weight has that of its own
-        parameters; √(Σ α² v) where components are drawn as a whole, √(Σ α v + α₁α₂(m₁ − m₂)²) as a mixture.
+        √(s² + a² + b² + c²); |s| with ``mean`` sampling, |a| with ``cluster``. A blended weight has that of its blended
+        parameters; √(Σ α² v) if components are drawn as a whole, √(Σ α v + α₁α₂(m₁ − m₂)²) as a mixture.
         """
         return of_rows(moments(self, self.sampling, self.mixture)[1:], self._rows)[0]
 
@@ -379,12 +378,12 @@ class Shared(Posterior):
 
     @property
     def scales(self) -> set[str]:
-        """The Cholesky factors, and the outliers' ρ; a component's own scale goes with its mean."""
+        """The Cholesky factors, and the outliers' ρ; a component's scale s belongs to its means."""
         return {"cholesky", "outlier_rho"}
 
     @property
     def decayed(self) -> set[str]:
-        """What is not shared: a component's mean and scale are one row, and its weights have been trained."""
+        """Parameters with weight decay: those not shared, since components were trained already."""
         return {"rest"}
 
     # ---- draws ----------------------------------------------------------------------------------------------------
@@ -401,7 +400,7 @@ class Shared(Posterior):
         return self.layout.size * (2 if self.sampling == "hierarchical" else 1) + choices
 
     def draw(self, address: Address) -> Weights:
-        """Return the set of weights that lives at an address."""
+        """Return the weights of an address."""
         if torch.is_grad_enabled() or self.mixture or self.sampling.startswith("cluster"):
             return self.weights(*self.place(normal(address, self.noise_size, self.device)))
         return self.weights(drawn_at(start(address, self.device), drawn_from(self, self.sampling), self._rows))
@@ -410,8 +409,8 @@ class Shared(Posterior):
         """Return the flat weights (size,) that noise (noise_size,) makes, and their standard deviations.
 
         Args:
-            noise: standard normal numbers; None gives the centre.
-            rows: of every weight, where they do not come from the posterior itself.
+            noise: standard normal numbers; None gives the means.
+            rows: of every weight; by default the posterior's.
         """
         rows = self._rows if rows is None else rows
         if noise is None:
@@ -428,9 +427,9 @@ class Shared(Posterior):
     # ---- KL -------------------------------------------------------------------------------------------------------
 
     def kl_per_weight(self, weights: Weights | None = None) -> Tensor:  # noqa: ARG002
-        """Return KL(N(m, v) ‖ prior) by weight, shape (size,), v = s² + a² + b² + c² whatever the sampling is.
+        """Return KL(N(m, v) ‖ prior) by weight, shape (size,), with v = s² + a² + b² + c² for every sampling.
 
-        v is the variance of the weights of a component; blended weights have that of their parameters or mixture.
+        v is the variance of a component's weights; blended weights have that of their parameters or mixture.
         """
         return of_rows([self._kl_by_row()], self._rows)[0]
 
@@ -454,16 +453,16 @@ class Shared(Posterior):
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def codebook(self) -> Codebook:
-        """Return the codebook as it is now."""
+        """Return the present codebook."""
         return Codebook(**{field.name: getattr(self, field.name) for field in fields(Codebook)})
 
     def end_epoch(
         self, moments: Mapping[str, Mapping[str, Tensor]], gradient: Callable[[str], Tensor | None]
     ) -> dict[str, Any]:
-        """Merge components that have come near each other, if asked to.
+        """Merge components that training has moved together, if ``merge_every_epoch`` is set.
 
         Args:
-            moments: what the optimiser remembers, by parameter and by name.
+            moments: the optimiser's state, by parameter and by name.
             gradient: mean gradient of a parameter, by its name.
 
         Returns:
@@ -483,7 +482,7 @@ class Shared(Posterior):
         }
 
     def options(self) -> dict[str, Any]:
-        """Return the options that `load` needs; the codebook is in the file."""
+        """Return the options for `load`; the codebook is in the file."""
         names = ("sampling", "mixture", "prior", "prior_std", "bits")
         options = {name: getattr(self, name) for name in names}
         return options if self._usual else options | {"weights": list(self.layout.shapes)}
@@ -495,12 +494,12 @@ class Shared(Posterior):
     def save(self, path: str | Path, anchors: bool = True) -> None:
         """Write the small file, atomically.
 
-        Components that no weight has are left out. Where numbers are rounded, the posterior itself becomes what is in
-        the file, to the last bit.
+        Components without weights are dropped. If numbers are rounded, the posterior is changed to what is in the file,
+        to the last bit.
 
         Args:
             path: of the file.
-            anchors: whether to keep what the prior is anchored at; a file without is smaller and only predicts.
+            anchors: whether to keep the anchors of the prior; a file without them is smaller and only predicts.
         """
         # A file of a codebook that fails this could not be read.
         check_codebook(self.codebook(), self.layout.size, str(path), ascending=True)
@@ -515,10 +514,10 @@ class Shared(Posterior):
 
     @classmethod
     def load_means(cls, path: str | Path, network: nn.Module) -> nn.Module:
-        """Return the network of the mean weights, in evaluation mode, of a file whose scales may not have arrived yet.
+        """Return the network of mean weights, in evaluation mode, even of a file whose scales have not arrived yet.
 
         Args:
-            path: what `save` wrote, or its beginning, as far as its means: all but a hundredth, say.
+            path: a file of `save`, or its beginning up to the scales: all but a hundredth, say.
             network: of the same architecture.
         """
         return cls._of(path, network, *storage.read_first(Path(path)), means_alone=True).materialise()
@@ -526,7 +525,7 @@ class Shared(Posterior):
     def unpacked(
         self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], origin: str, **how: bool
     ) -> Mapping[str, Tensor]:
-        """Return what `load_state` takes, from a file's tensors and description.
+        """Return the state for `load_state` from a file's tensors and description.
 
         Args:
             tensors: of the file.
@@ -544,7 +543,7 @@ class Shared(Posterior):
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return every tensor by its place: ``codebook/component``, ``rest/bn.bias``, ``network/...``."""
+        """Return every tensor by its path: ``codebook/component``, ``rest/bn.bias``, ``network/...``."""
         parts = {f"codebook/{name}": tensor for name, tensor in self._book().items()}
         return parts | super().state()
 
@@ -553,11 +552,11 @@ class Shared(Posterior):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], origin: str = "state") -> None:
-        """Copy what `state` returned into this posterior, whose codebook may have had another size.
+        """Copy tensors of `state` into this posterior, whose codebook may have another size.
 
         Args:
             tensors: by name.
-            origin: where they come from, for errors.
+            origin: their source, for errors.
         """
         before = self._book()
         for name, tensor in before.items():

@@ -345,7 +345,7 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
     )
     first = records[0]
     draws = f", {first['draws']} draws" if _stochastic(about) else ""
-    after = " cNLL and cECE are after the temperature, which was fitted on other images." * (columns is not COLUMNS)
+    after = " cNLL and cECE are after the temperature, which was fitted on other inputs." * (columns is not COLUMNS)
     other = _judged(first, about).get("out_of_distribution") or {}
     unlike = "".join(
         f"\n\nOut of distribution: entropy tells {_text(name)} apart with an AUROC of {figures['auroc']:.3f}."

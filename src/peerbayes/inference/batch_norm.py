@@ -1,4 +1,4 @@
-"""Batch-norm in predictions: folded into the layer before it, and its statistics estimated anew.
+"""Batch-norm in predictions: folded into the layer before it, and its statistics estimated for changed weights.
 
 Folding saves one pass over the activations for each.
 
@@ -40,10 +40,10 @@ _FUSED: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, frozenset[str]]] =
 
 
 class Folded:
-    """A posterior's network without the batch-norm layers that can be folded away, for one prediction.
+    """A posterior's network with its foldable batch-norm layers folded, for one prediction.
 
     Args:
-        posterior: whose network it is.
+        posterior: owner of the network.
         half: compute in this type, with ReLU and residuals fused into convolutions; None for float32.
     """
 
@@ -122,7 +122,7 @@ class Folded:
 
 
 def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[str, str]]:
-    """Return a copy of the network with the foldable batch-norm layers taken out, and their names by layer before."""
+    """Return a copy of the network without the foldable batch-norm layers, and their names by the layer before."""
     pairs = _foldable(posterior)
     if not pairs:
         return None, pairs
@@ -136,7 +136,7 @@ def _without_batch_norm(posterior: Posterior) -> tuple[nn.Module | None, dict[st
 
 
 class _Proxy(fx.Proxy):
-    """Notes ``x += y`` as what it is; torch's own makes a plain sum of it."""
+    """Tracer that records ``x += y`` as in-place; torch's records a plain sum."""
 
     def _in_place(self, function: Callable[..., Any], other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
@@ -155,7 +155,7 @@ class _Tracer(fx.Tracer):
 
 
 def _fused(posterior: Posterior, bare: nn.Module, pairs: dict[str, str]) -> tuple[nn.Module, frozenset[str]]:
-    """Return the network with ReLU, and sums before it, taken into folded convolutions, and the names of those."""
+    """Return the network with ReLU, and sums before it, fused into folded convolutions, and the names of those."""
     whole = posterior.materialise()
     for norm in pairs.values():
         whole.set_submodule(norm, nn.Identity())
@@ -210,9 +210,9 @@ def _is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
-    told = any(argument is True for argument in (*node.args[1:], node.kwargs.get("inplace")))
+    given = any(argument is True for argument in (*node.args[1:], node.kwargs.get("inplace")))
     operators = getattr(node.target, "__module__", "") == "_operator" and name.startswith(("i", "set"))
-    return node.op in ("call_function", "call_method") and (name.endswith("_") or operators or told)
+    return node.op in ("call_function", "call_method") and (name.endswith("_") or operators or given)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -275,15 +275,15 @@ def _may_fold(posterior: Posterior, layer: str, norm: str) -> bool:
 def recalibrate(
     network: nn.Module, batches: Split | Iterable[Any], batch_size: int = 512, augment: Sequence[str] = ()
 ) -> nn.Module:
-    """Estimate batch-norm's statistics anew, in place: the mean over batches of each batch's mean and variance.
+    """Estimate batch-norm's statistics again, in place: the mean over batches of each batch's mean and variance.
 
-    A network that has learnt from crops wants the statistics of crops, whose black borders are a part of what it knows:
-    with those of whole images, wide ResNets on CIFAR-10 have lost more than 2 points.
+    A network trained on crops needs the statistics of crops with their black borders: with those of whole images, wide
+    ResNets on CIFAR-10 lost more than 2 points.
 
     Args:
-        network: any plain module, such as `RankOne.average` returns; nothing but these statistics changes.
+        network: any plain module, such as `RankOne.average` returns; only these statistics change.
         batches: a split, or batches of images, or of (images, labels); every batch counts the same.
-        batch_size: images in a batch of a split, which is taken in random order, the same every time.
+        batch_size: images in a batch of a split, in a fixed random order.
         augment: names of augmentations, those of training: ``recipe.data.augment``.
 
     Returns:
@@ -298,7 +298,7 @@ def recalibrate(
         given = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
         made = (augmented(images.to(device), augment, address.at(n)) for n, images in enumerate(given))
     else:
-        # Mixed: where images are stored class by class, a batch of neighbours varies less than all of them do.
+        # Shuffled: if images are stored class by class, a batch of neighbours varies less than the whole split.
         parts, split = order(len(batches), address).split(batch_size), batches
         made = (augmented_batch(split, part, device, augment, address.at(n))[0] for n, part in enumerate(parts))
     momenta = [norm.momentum for norm in norms]

@@ -1,4 +1,4 @@
-"""What labelled images show of predictions: thresholds that keep a coverage or a risk, or why there are none."""
+"""Certify predictions on labelled images: thresholds that keep a coverage or a risk, or why there are none."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PENALTY = 0.01  # of a place, of RAPS
 
 @dataclass(frozen=True)
 class Promises:
-    """What is to be promised.
+    """Promises to make.
 
     Attributes:
-        coverage: chance of a set to hold the true class; None for no sets.
+        coverage: probability that a set holds the true class; None for no sets.
         risk: most wrong answers among those that are given; None for an answer to every image.
-        delta: chance that the risk is larger all the same.
+        delta: probability that the risk is larger than promised.
         method: of the sets: ``lac``, ``aps`` or ``raps``.
-        by_class: whether coverage holds for every true class, and risk for every class that is answered.
+        by_class: whether coverage holds for every true class, and risk for every predicted class.
     """
 
     coverage: float | None = None
@@ -68,10 +68,10 @@ class Promises:
 
 
 def parts(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the images that choose, and of those that promise, in a random order of the seed.
+    """Return the indices of the images that choose, and of those that certify, in a random order.
 
     Args:
-        count: how many images there are.
+        count: number of images.
         seed: of the order.
     """
     shuffled = order(count, Address(seed, "data", "certify"))
@@ -81,7 +81,7 @@ def parts(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Predictions with the classes that are right.
+    """Predictions with their labels.
 
     Attributes:
         log_probabilities: tempered, (N, C).
@@ -101,12 +101,12 @@ class Labelled:
 def coverage_promise(
     choosing: Labelled, showing: Labelled, promises: Promises, names: Sequence[str]
 ) -> CoveragePromise:
-    """Return thresholds of sets; refuse a coverage that so many images do not show.
+    """Return thresholds of sets; raise if there are too few images for the coverage.
 
     Args:
-        choosing: images that choose the rank of RAPS: the place up to which the true class is found often enough.
+        choosing: images that choose the rank of RAPS, which includes the true class often enough.
         showing: images that choose the thresholds.
-        promises: what is to be promised.
+        promises: the promises to make.
         names: of the classes.
     """
     assert promises.coverage is not None
@@ -129,14 +129,14 @@ def coverage_promise(
 
 
 def risk_promise(choosing: Labelled, showing: Labelled, promises: Promises, names: Sequence[str]) -> RiskPromise:
-    """Return probabilities from which on an image is answered; refuse a risk that so many images do not show.
+    """Return the least probability of an answer; raise if the images do not show the risk.
 
     By class, each has its share ``delta / C``, so that all of them hold together.
 
     Args:
         choosing: images that choose the order of tests.
-        showing: images that are tested on.
-        promises: what is to be promised.
+        showing: images for the tests.
+        promises: the promises to make.
         names: of the classes.
     """
     assert promises.risk is not None
@@ -162,7 +162,7 @@ def _of_true(values: Tensor, images: Labelled) -> Tensor:
 
 
 def _answers(images: Labelled, number: int | None) -> tuple[Tensor, Tensor]:
-    """Return confidence, and whether it is right, of the images whose most probable class has a number."""
+    """Return confidence and correctness of the images predicted as a class, or of all images."""
     confidence, classes, correct = images.surest
     chosen = slice(None) if number is None else classes == number
     return confidence[chosen], correct[chosen]
@@ -170,13 +170,13 @@ def _answers(images: Labelled, number: int | None) -> tuple[Tensor, Tensor]:
 
 def _too_few(promise: str, count: int, fewest: int, of: str) -> str:
     return (
-        f"{promise} can't be promised: {count} images{of} are left to show it on, and it takes at least {fewest}; "
-        f"hold out {math.ceil(fewest / (1 - FITTED))} validation images{of}, a quarter of which choose the temperature"
+        f"{promise} can't be promised: it needs at least {fewest} calibration inputs{of}, and there are {count}; "
+        f"hold out {math.ceil(fewest / (1 - FITTED))} validation inputs{of}, a quarter of which fit the temperature"
     )
 
 
 def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Promises, delta: float, of: str) -> str:
-    """Return why a risk can't be promised, and how many images would show it."""
+    """Return why a risk can't be promised, and how many images it needs."""
     assert promises.risk is not None
     promise = f"risk {promises.risk:g} (delta {promises.delta:g})"
     fewest = answers_for_risk(promises.risk, delta)
@@ -187,10 +187,13 @@ def _no_risk(confidence: Tensor, correct: Tensor, sequence: Tensor, promises: Pr
     p = risk_p_values(wrong, counts, promises.risk)
     closest = int(p.argmin()) if float(p.min()) > delta else 0
     count, errors = int(counts[closest]), int(wrong[closest])
-    told = f"{promise} can't be promised: of the {count:,} surest of {len(confidence):,} images{of} {errors} are wrong"
+    reason = (
+        f"{promise} can't be promised: of the {count:,} most certain of {len(confidence):,} inputs{of} {errors} are "
+        "wrong"
+    )
     needed = answers_for_risk(promises.risk, delta, errors / max(1, count))
     if needed is None or not count:
         alone = ", or coverage alone" * (promises.coverage is not None)
-        return f"{told}, and no number of such images would show it; promise a higher risk{alone}"
+        return f"{reason}, and no number of such inputs would show it; promise a higher risk{alone}"
     enough = math.ceil(needed * len(confidence) / count / (1 - FITTED))
-    return f"{told}; about {enough:,} validation images{of} would show it, or promise a higher risk"
+    return f"{reason}; about {enough:,} validation inputs{of} would show it, or promise a higher risk"

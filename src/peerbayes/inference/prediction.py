@@ -1,4 +1,4 @@
-"""Many draws, one prediction, in memory that does not grow with the number of draws."""
+"""Average many draws into one prediction, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Prediction:
         log_probabilities: log softmax(log p̄ / T), with p̄ = (1/S) Σ_s p_s; probabilities are averaged, never logits.
             (N, C).
         expected_entropy: (1/S) Σ_s H[p_s] in nats. (N,).
-        draws: how many draws each image got. (N,), int64.
-        address: where the draws live; draw s is at ``address.at(s)``.
-        temperature: T, by which it is calibrated; 1 leaves it as it is.
-        inputs: names of what was predicted, files or texts, say; by default their numbers.
-        kind: what each of them is, the heading of their column.
-        class_names: where they are known; by default classes are numbered.
-        certificate: the promises that are kept, if any: of ``sets``, of ``abstain``, or of both.
+        draws: number of draws of each image. (N,), int64.
+        address: of the draws; draw s is at ``address.at(s)``.
+        temperature: T; 1 for an uncalibrated prediction.
+        inputs: names of the inputs, such as files or texts; by default their numbers.
+        kind: of the inputs, the heading of their column.
+        class_names: of the classes; by default their numbers.
+        certificate: of ``sets``, ``abstain`` or both; None without promises.
 
     Example:
         >>> import torch
@@ -98,13 +98,13 @@ class Prediction:
 
     @property
     def raw(self) -> Prediction:
-        """The same prediction at temperature 1: the plain average of the draws."""
+        """The prediction at temperature 1: the plain average of the draws."""
         if self._raw is None:
             return self if self.certificate is None else replace(self, certificate=None)
         return replace(self, log_probabilities=self._raw, temperature=1.0, _raw=None, certificate=None)
 
     def tempered(self, temperature: float) -> Prediction:
-        """Return the prediction softmax(log p̄ / T) of the plain average p̄, whatever it is tempered by now."""
+        """Return the prediction softmax(log p̄ / T) of the plain average p̄, whatever its present temperature."""
         raw = self.raw
         if temperature == 1:
             return raw
@@ -114,22 +114,22 @@ class Prediction:
         return replace(raw, log_probabilities=log_p, temperature=temperature, _raw=raw.log_probabilities)
 
     def promising(self, certificate: Certificate) -> Prediction:
-        """Return the prediction with `sets` and `abstain`, as far as a certificate promises them.
+        """Return the prediction with `sets` and `abstain`, if the certificate promises them.
 
         Args:
-            certificate: of predictions like this one: of its temperature, classes and, of one posterior, draws.
+            certificate: of predictions with the same temperature, classes and, for one posterior, draws.
         """
-        mine = {"temperature": self.temperature, "classes": self.log_probabilities.shape[-1]}
+        own_values = {"temperature": self.temperature, "classes": self.log_probabilities.shape[-1]}
         if self._posterior is not None and self._posterior.stochastic and len(self):
-            mine["draws"] = int(self.draws.min())
-        for name, value in mine.items():
+            own_values["draws"] = int(self.draws.min())
+        for name, value in own_values.items():
             if value != (promised := getattr(certificate, name)):
                 raise InputError(f"the certificate is of predictions of {name} {promised}, but this one has {value}")
         return replace(self, certificate=certificate)
 
     @property
     def sets(self) -> Tensor:
-        """Which classes each input may have: they hold the true one as often as is promised. Bool (N, C)."""
+        """Prediction sets, which hold the true class as often as promised. Bool (N, C)."""
         if self.certificate is None or self.certificate.coverage is None:
             raise InputError(
                 "this prediction has no sets; predict with coverage=..., which `peerbayes.calibrate` promises"
@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def abstain(self) -> Tensor:
-        """Which inputs are not to be answered, so that few of the answers are wrong, as is promised. Bool (N,)."""
+        """Inputs to leave unanswered, so that no more answers are wrong than promised. Bool (N,)."""
         if self.certificate is None or self.certificate.risk is None:
             raise InputError(
                 "this prediction abstains from nothing; predict with risk=..., which `peerbayes.calibrate` promises"
@@ -155,9 +155,9 @@ class Prediction:
 
     @property
     def disagreement(self) -> Tensor:
-        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the information that the label holds about the weights. (N,), ≥ 0.
+        """BALD: H[p̄] − (1/S) Σ_s H[p_s], the mutual information of label and weights. (N,), ≥ 0.
 
-        It is of the draws, and no temperature changes it.
+        It does not depend on the temperature.
         """
         return (self.raw.entropy - self.expected_entropy).clamp_min(0)
 
@@ -169,7 +169,7 @@ class Prediction:
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """What tables show, by heading: input, class, its probability, entropy, disagreement, set and abstention."""
+        """Columns of tables by heading: input, class, probability, entropy, disagreement, set and abstention."""
         inputs = map(str, range(len(self))) if self.inputs is None else self.inputs
         promised: dict[str, list[Any]] = {}
         if self.certificate is not None and self.certificate.coverage is not None:
@@ -186,7 +186,7 @@ class Prediction:
         }
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield what `columns` holds input by input, with the probabilities of all classes by name."""
+        """Yield `columns` for each input, with the probabilities of all classes by name."""
         columns, names = self.columns, self._names
         if "set" in columns:
             columns["set"] = self._set_names
@@ -195,7 +195,7 @@ class Prediction:
             yield row | {"probabilities": dict(zip(names, probabilities, strict=True))}
 
     def to_pandas(self, probabilities: bool = False) -> Any:
-        """Return `columns` as a `pandas.DataFrame`, with ``probabilities`` a column of each class's, ``p(NAME)``."""
+        """Return `columns` as a `pandas.DataFrame`; ``probabilities`` adds a column ``p(NAME)`` for each class."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
@@ -203,11 +203,11 @@ class Prediction:
         return pandas.DataFrame(self._table(probabilities))
 
     def to_csv(self, path: str | Path, probabilities: bool = False) -> None:
-        """Write `columns` to a CSV file, atomically, with ``probabilities`` a column of each class's, ``p(NAME)``.
+        """Write `columns` to a CSV file, atomically.
 
         Args:
             path: the file.
-            probabilities: whether all classes have a column.
+            probabilities: add a column ``p(NAME)`` for each class.
         """
         columns, text = self._table(probabilities), io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
@@ -241,13 +241,13 @@ class Prediction:
         return replace(self, **by_input, inputs=inputs)
 
     def by_input(self) -> dict[str, Any]:
-        """Return the tensors that have a row an input, by the name of their field."""
+        """Return the tensors with a row for each input, by the name of their field."""
         names = ("log_probabilities", "expected_entropy", "draws", "_raw")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @classmethod
     def joined(cls, parts: Sequence[Prediction]) -> Prediction:
-        """Return predictions of one batch of inputs after another, made alike, as one."""
+        """Concatenate predictions of successive batches."""
         first, *others = parts
         if not others:
             return first
@@ -258,7 +258,7 @@ class Prediction:
         return replace(first, **whole, inputs=inputs)
 
     def rows(self, most: int | None = None) -> list[list[str]]:
-        """Return `columns` as cells of text, headings first; with ``most``, of so many inputs, and cut texts."""
+        """Return `columns` as cells of text, headings first; ``most`` limits the inputs and shortens texts."""
         shown = self if most is None else self[:most]
         columns = shown.columns
         if "set" in columns:
@@ -285,21 +285,21 @@ class Prediction:
         return f"<p>{self._caption()}</p>{html_table(self.rows(SHOWN), 2)}" + (f"<p>{more}</p>" if more else "")
 
     def replay(self, draw: int) -> Weights:
-        """Return the weights of one of the draws, again, exactly."""
+        """Return the exact weights of one of the draws."""
         if not (isinstance(draw, SupportsIndex) and 0 <= operator.index(draw) < int(self.draws.max())):
             raise InputError(
                 f"there is no draw {draw}: the prediction was made of draws 0 to {int(self.draws.max()) - 1}"
             )
         if self._posterior is None:
             raise InputError(
-                "this prediction was made without a posterior of its own, or with several: replay that of one peer, or "
-                "use posterior.draw(prediction.address.at(n))"
+                "cannot replay a prediction without a posterior, or of several peers: replay that of one peer, or use "
+                "posterior.draw(prediction.address.at(n))"
             )
-        with torch.no_grad():  # as in the prediction: a draw to be trained may round otherwise
+        with torch.no_grad():  # as in the prediction: a draw with gradients may round differently
             return self._posterior.draw(self.address.at(draw))
 
 
-# Up to how many numbers a batch of images may have for all draws at once (vmap) to be faster than one after another.
+# Numbers in a batch of images up to which all draws at once (vmap) are faster than one after another.
 # Measured as a ratio of times: on 2 CPU cores ResNet-20 0.75 at 4 images of 3×32×32, 1.0 at 16 and 2.4 at 64, ResNet-8
 # 0.6 at 256 images of 8×8; on an H200 ResNet-20 0.26 at 1 image, 0.58 at 128 and 1.0 at 512 (results/bench-h200.json).
 TOGETHER = {"cpu": 16_384, "cuda": 500_000}
@@ -308,9 +308,9 @@ MOST_AT_ONCE = 64  # draws at once; more are no faster, and would take memory th
 MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, roughly
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
-SHOWN = 10  # inputs of a prediction that are shown
-NAMED = 4  # classes of a set that are
-WIDTH = 60  # characters of a text that are
+SHOWN = 10  # inputs that are printed
+NAMED = 4  # classes of a set that are printed
+WIDTH = 60  # characters of a text that are printed
 
 
 @torch.no_grad()
@@ -328,22 +328,22 @@ def predict(
 ) -> Prediction:
     """Average the probabilities of ``draws`` networks: p̄ = (1/S) Σ_s softmax(z_s), as a running log-sum-exp.
 
-    The weights are drawn once and run over all images, so the result does not depend on ``batch_size``, unless the
-    network has batch-norm without running statistics, which is warned about. Draws are run one after another, or, for
-    few small images, all at once.
+    Each draw runs over all images, so the result does not depend on ``batch_size``, unless the network has batch-norm
+    without running statistics, which gives a warning. Draws run one after another, or, for few small images, all at
+    once.
 
     Args:
         posterior: any posterior; a point needs one pass.
         images: (N, ...) on any device, uint8 or in [0, 1].
         draws: S, or the most draws an image may get when ``settle`` is given.
-        seed: with ``name``, the address of the draws; the posterior's own by default.
-        name: whose draws they are (a peer's name); the posterior's own by default.
-        batch_size: images a forward pass; by default 128 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved where
-            a GPU's memory is too small.
-        settle: stop drawing for an image once its predicted class is settled at this error level: the chance
-            that the class of infinitely many draws is another is at most ``settle``, however often one looks.
-        precision: what the network computes in; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
-        calibrated: temper p̄ by the posterior's temperature, which is 1 unless it has been fitted.
+        seed: with ``name``, the address of the draws; by default the posterior's.
+        name: the peer's name in the address; by default the posterior's.
+        batch_size: images in a forward pass; by default 128 of 3×32×32 on a CPU and 10,922 on a GPU. It is halved if a
+            GPU runs out of memory.
+        settle: stop drawing for an image once its predicted class is certain at this error level: with infinitely
+            many draws the class differs with probability at most ``settle``, however often it is checked.
+        precision: of the network; ``auto`` is float16 on a GPU, if nothing overflows, else float32.
+        calibrated: temper p̄ by the posterior's fitted temperature.
     """
     for option, number in (("draws", draws), ("batch_size", batch_size)):
         if number is not None and not (isinstance(number, SupportsIndex) and operator.index(number) >= 1):
@@ -377,8 +377,8 @@ def predict(
                 shape, learnt = tuple(images.shape[1:]), posterior.input_shape
                 if learnt in (None, shape):
                     raise
-                known = f"it has learnt those of shape {learnt}"
-                raise InputError(f"the network can't take images of shape {shape}, {known}: {reason(error)}") from error
+                hint = f"it was trained on shape {learnt}"
+                raise InputError(f"the network can't take images of shape {shape}, {hint}: {reason(error)}") from error
             if precision != "auto" or half is None or bool(prediction.log_probabilities.isfinite().any(-1).all()):
                 return prediction.tempered(posterior.temperature) if calibrated else prediction
             half = None
@@ -391,9 +391,7 @@ def _check_images(posterior: Posterior, images: Any) -> None:
     learnt = posterior.input_shape
     if learnt is not None and images.dim() != 1 + len(learnt):
         expected = f"(N, {', '.join(map(str, learnt))})"
-        raise InputError(
-            f"images have shape {tuple(images.shape)}, expected {expected}, as the network has learnt them"
-        )
+        raise InputError(f"images have shape {tuple(images.shape)}, expected {expected}, as in training")
     if images.dim() == 4 and not images.is_floating_point() and images.dtype != torch.uint8:
         raise InputError(f"images are of type {images.dtype}, expected uint8, or floats in [0, 1]")
     if learnt is not None and len(learnt) == 1 and images.is_floating_point():
@@ -413,7 +411,7 @@ def _check_images(posterior: Posterior, images: Any) -> None:
 
 
 def _warn_of_joint_batch(posterior: Posterior) -> None:
-    """Say once, of each posterior, that predictions depend on the images that they are made with."""
+    """Warn once for each posterior if predictions depend on the other images of a batch."""
     if posterior.told_of_batch:
         return
     posterior.told_of_batch = True
@@ -421,16 +419,16 @@ def _warn_of_joint_batch(posterior: Posterior) -> None:
     if layers:
         more = f" (and {len(layers) - 1} more)" if layers[1:] else ""
         warnings.warn(
-            f"layer '{layers[0]}'{more} is batch-norm without running statistics, so what is predicted of an image "
-            "depends on batch_size and on the images beside it; train with track_running_stats=True, or normalise each "
-            "image by itself (GroupNorm, say)",
+            f"layer '{layers[0]}'{more} is batch-norm without running statistics, so the prediction of an image "
+            "depends on batch_size and on the other images; train with track_running_stats=True, or normalise each "
+            "image separately (GroupNorm, say)",
             PeerbayesWarning,
             stacklevel=5,
         )
 
 
 def joint_layers(posterior: Posterior) -> list[str]:
-    """Return the layers by which what is predicted of an input depends on the inputs beside it."""
+    """Return the layers that make the prediction of an input depend on the other inputs of its batch."""
     return [
         name
         for name, module in posterior.network.named_modules()
@@ -446,7 +444,7 @@ def predict_split(
     Args:
         posterior: on its device.
         split: inputs, with labels or without.
-        draws: how many networks.
+        draws: number of draws.
         seed: with ``name``, the address of the draws.
         name: the peer's.
         settle: error level of early stopping of draws; None for none.
@@ -492,12 +490,12 @@ def _average(
 def _passes(
     posterior: Posterior, images: Tensor, draws: int, address: Address, batch_size: int, half: torch.dtype | None
 ) -> Iterator[Tensor]:
-    """Yield log-probabilities (S', N, C) of one draw after another, or of many at once."""
+    """Yield log-probabilities (S', N, C), one draw after another or many at once."""
     device, first = posterior.device, 0
     together = _draws_at_once(posterior, images, draws)
     if together > 1:
         network, whole = Folded(posterior), images.to(device)
-        kept = torch.empty(together, posterior.layout.size, device=device)  # one place for all: heaps come to pieces
+        kept = torch.empty(together, posterior.layout.size, device=device)  # one buffer for all: heaps fragment
         for begin in range(0, draws, together):
             numbers = range(begin, min(begin + together, draws))
             flats = kept[: len(numbers)]
@@ -508,7 +506,7 @@ def _passes(
                     warnings.filterwarnings("error", "There is a performance drop", UserWarning)
                     logits = torch.vmap(functools.partial(network, whole))(flats)
             except (RuntimeError, NotImplementedError, UserWarning):
-                break  # a network that can't be vectorised, or memory that is too small for it
+                break  # the network can't be vectorised, or memory is too small
             yield logits.float().log_softmax(-1)
             first += len(numbers)
             watcher_now.get().advance(len(numbers) * len(images))

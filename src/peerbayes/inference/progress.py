@@ -1,4 +1,4 @@
-"""Who is told how far predictions are."""
+"""Progress callbacks for long predictions."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from contextvars import ContextVar
 
 
 class Watcher:
-    """Is told how far predictions are, in images times draws; by itself it does nothing."""
+    """Progress callback, counted in images times draws; this base class does nothing."""
 
     def begin(self, passes: int) -> None:
-        """A prediction of so many begins, or begins anew."""
+        """Handle the start, or restart, of a prediction of ``passes``."""
 
     def advance(self, passes: float) -> None:
-        """So many more are done."""
+        """Handle ``passes`` more."""
 
 
 class Share(Watcher):
-    """A part of a longer prediction, whose own watcher counts otherwise.
+    """Scale the progress of a part to its share of a longer prediction.
 
     Args:
-        whole: who watches all of it.
-        size: how much of the whole the part is.
+        whole: watcher of the longer prediction.
+        size: what the part adds to it.
     """
 
     def __init__(self, whole: Watcher, size: float) -> None:
         self.whole, self.size = whole, size
-        self._passes, self._told = 1, 0.0
+        self._passes, self._reported = 1, 0.0
 
     def begin(self, passes: int) -> None:
-        """Take back what was told, if it begins anew."""
-        self.whole.advance(-self._told)
-        self._passes, self._told = passes, 0.0
+        """Take back what was reported before a restart."""
+        self.whole.advance(-self._reported)
+        self._passes, self._reported = passes, 0.0
 
     def advance(self, passes: float) -> None:
-        """Tell the whole its share."""
-        self._told += passes * self.size / self._passes
+        """Report the part's share."""
+        self._reported += passes * self.size / self._passes
         self.whole.advance(passes * self.size / self._passes)
 
 
@@ -46,7 +46,7 @@ watcher_now: ContextVar[Watcher] = ContextVar("watcher_now", default=NOBODY)
 
 @contextlib.contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell a watcher how far all predictions within the block are."""
+    """Report the progress of all predictions within the block to a watcher."""
     before = watcher_now.set(watcher)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Pure functions of predictions and labels, of the loss around trained weights, and of results over seeds."""
+"""Metrics: pure functions of predictions and labels, of the loss around trained weights, and of results over seeds."""
 
 from peerbayes.metrics.calibration import (
     ClassConfidence,

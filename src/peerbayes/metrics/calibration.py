@@ -18,7 +18,7 @@ from peerbayes.metrics.scores import (
     sorted_with_shared_ties,
 )
 
-TEMPERATURE_WIDTH = 0.5  # of the prior on log τ by which runs fit their temperatures; gone in a thousand rows
+TEMPERATURE_WIDTH = 0.5  # of the prior on log τ in runs; negligible for a thousand rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def confidence_by_class(probabilities: Tensor, labels: Tensor, levels: Sequence[
     Args:
         probabilities: ``(N, C)``.
         labels: ``(N,)``, integers.
-        levels: of the quantiles, between 0 and 1; between two images they are interpolated.
+        levels: of the quantiles, between 0 and 1, interpolated between images.
 
     Example:
         >>> import torch
@@ -209,8 +209,8 @@ def fit_temperature(
             draws, or the logits of a single network.
         labels: ``(N,)``, integers.
         bounds: the lowest and highest τ.
-        width: of a normal prior on log τ around 0. Of a few hundred rows that are nearly all right the lowest τ has the
-            least NLL, and the next wrong one costs more than all of them have gained.
+        width: of a normal prior on log τ around 0. For a few hundred rows, nearly all of them right, the lowest τ
+            minimises the NLL, and the next wrong row would cost more than these have gained.
 
     Example:
         >>> import torch
@@ -279,7 +279,7 @@ def check_bins(bins: int) -> int:
 
 
 def _equal_width_bin(confidence: Tensor, bins: int, dtype: torch.dtype) -> Tensor:
-    # Only inner edges: whatever lies beyond them, 0 and 1 included, falls into the outer bins.
+    # Inner edges only: the outer bins take everything beyond them, including 0 and 1.
     edges = torch.tensor([l / bins for l in range(1, bins)], dtype=torch.float64)
     return torch.bucketize(confidence, edges.to(dtype).double())
 

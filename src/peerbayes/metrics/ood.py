@@ -1,6 +1,6 @@
-"""Tell images out of distribution from those in distribution by a score; out of distribution is the positive class.
+"""Measure out-of-distribution (OOD) detection by a score; OOD is the positive class.
 
-A higher score means "more out". Equal scores cannot be told apart by any threshold, and count accordingly.
+A higher score means more out of distribution. No threshold separates equal scores, and they count accordingly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
 def aupr(scores_in: Tensor, scores_out: Tensor) -> float:
     """Return the average precision ``Σ_t (recall_t − recall_{t−1}) precision_t`` over distinct thresholds t.
 
-    This equals the mean, over the images out of distribution, of the precision of "score at least as high as
-    this one". There is no interpolation, which would flatter.
+    This equals the mean, over the OOD images, of the precision of "score at least as high as this one". There is no
+    interpolation, which would overestimate it.
 
     Args:
         scores_in: ``(N,)``, of images in distribution.
@@ -59,7 +59,7 @@ def fpr_at_tpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.85) -> floa
     Args:
         scores_in: ``(N,)``, of images in distribution.
         scores_out: ``(K,)``, of images out of distribution.
-        tpr: the share of images out of distribution to be found, in (0, 1].
+        tpr: the share of OOD images to detect, in (0, 1].
 
     Example:
         >>> import torch

@@ -297,7 +297,7 @@ def disagreement_rate(log_probabilities: Tensor) -> float:
 def probability_variance(log_probabilities: Tensor) -> float:
     """Return the mean over images of ``Σ_c Var_i[p_ic]``, the variance over peers i with divisor M − 1.
 
-    0 where all peers agree; 1 for two that are sure of different classes.
+    0 if all peers agree; 1 for two that are certain of different classes.
 
     Args:
         log_probabilities: ``(M, N, C)``, normalised; −inf stands for probability 0.
@@ -348,7 +348,7 @@ def retention_curve(
 
 
 def aurc(uncertainty: Tensor, correct: Tensor) -> float:
-    """Return the area under the risk-coverage curve, ``1/N Σ_k (errors among the k surest) / k``.
+    """Return the area under the risk-coverage curve, ``1/N Σ_k (errors among the k most certain) / k``.
 
     Lower is better. Ties are treated as in :func:`retention_curve`.
 

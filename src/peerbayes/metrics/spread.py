@@ -71,7 +71,7 @@ class PairedDifference:
         """Return ``"+.10 ± .14 (not distinguishable: 3 seeds could have shown .42)"`` or the like.
 
         Args:
-            one_seed: what is said behind a difference of one seed; nothing, where it is said once of many.
+            one_seed: appended to a difference of one seed.
         """
         if self.standard_error is None:
             return self.value + one_seed
@@ -86,7 +86,7 @@ class PairedDifference:
 
     @property
     def remark(self) -> str:
-        """Why several seeds do not show it, and what they could have shown; empty where they do."""
+        """Why several seeds do not show the difference, and what they could have shown; empty if they show it."""
         if self.standard_error is None or self.distinguishable:
             return ""
         if self.smallest_effect is None:
@@ -134,9 +134,9 @@ def paired_difference(
 
     Args:
         a: value by seed.
-        b: value by seed; seeds that only one side has are left out.
-        level: the probability of finding a difference where there is none.
-        power: the probability of finding one of the smallest effect.
+        b: value by seed; seeds that only one side has are ignored.
+        level: the probability of a false positive.
+        power: the probability of detecting the smallest effect.
 
     Example:
         >>> from peerbayes.metrics import paired_difference

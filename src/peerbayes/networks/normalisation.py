@@ -141,6 +141,22 @@ def read_choice(words: str) -> Choice:
     return (numbers[0], numbers[1]) if half == 1 else (numbers[:half], numbers[half:])
 
 
+def choice_in_words(normalize: Choice) -> str:
+    """Return what `read_choice` reads as a choice.
+
+    Args:
+        normalize: see `normalised`.
+
+    Example:
+        >>> choice_in_words(None), choice_in_words((0.5, 0.25))
+        ('none', '0.5,0.25')
+    """
+    if normalize is None or isinstance(normalize, str):
+        return normalize or "none"
+    parts = (part if isinstance(part, Sequence) else [part] for part in normalize)
+    return ",".join(str(float(number)) for part in parts for number in part)
+
+
 @torch.no_grad()
 def change_own(network: nn.Module, normalize: Choice, inputs: Inputs) -> None:
     """Let a network that brings a `Normalize` along normalise as it is asked to, in place; ``"auto"`` changes nothing.

@@ -1,1 +1,1 @@
-"""What belongs to one paper alone: its recipes and its figures."""
+"""Papers: the recipes and figures of each."""

@@ -1,4 +1,4 @@
-"""All figures that `peerbayes figure` draws, by name."""
+"""The figures of `peerbayes figure`, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from peerbayes.reports.record import Record
 
 ENDINGS = (".png", ".pdf", ".svg")
 MEASURED = ("flatness", "line", "perturbations", "confidence", "entropy", "bytes", "pipeline")
-BY_PEER = ("curves", "gap", "entropy")  # what may be drawn of each peer
+BY_PEER = ("curves", "gap", "entropy")  # figures that can show each peer
 Compute = Callable[..., Record]
 NAMES: dict[str, tuple[Compute, Callable[[Record], Figure]]] = {
     "divergence": (alphas.divergence, curves.divergence),
@@ -55,16 +55,16 @@ def write_figure(
     root: str | Path | None = None,
     trust: bool = False,
 ) -> tuple[Path, Record]:
-    """Draw a figure of some runs into a file, and return its path and the numbers behind it.
+    """Draw a figure of runs into a file, and return its path and its numbers.
 
     Args:
         name: one of `NAMES`.
         runs: run folders, or folders of runs.
         out: a file that ends in ``.png``, ``.pdf`` or ``.svg``; by default the name with ``.png``.
-        by_peer: each peer, not the average over peers, or all as one; for `BY_PEER`.
-        layer: of whose weights alone, such as ``"layer1.0.conv1.weight"``; for ``posterior``.
-        ood: data sets from elsewhere, by default those of the recipes; for ``entropy``.
-        device: where those that run networks are measured: `MEASURED`.
+        by_peer: each peer, not the average over peers or their ensemble; for `BY_PEER`.
+        layer: one layer's weights only, such as ``"layer1.0.conv1.weight"``; for ``posterior``.
+        ood: out-of-distribution data sets, by default those of the recipes; for ``entropy``.
+        device: where networks run; for `MEASURED`.
         root: data root.
         trust: allow what the recipes of runs name as ``package.module:name``.
     """
@@ -77,11 +77,11 @@ def write_figure(
         raise InputError("figure divergence: takes no runs" if runs else f"figure {name}: give run folders, or folders "
                          "of runs")  # fmt: skip
     if by_peer and name not in BY_PEER:
-        raise InputError(f"figure {name}: peers are drawn one by one for {', '.join(BY_PEER[:-1])} and {BY_PEER[-1]}")
+        raise InputError(f"figure {name}: by_peer is for {', '.join(BY_PEER[:-1])} and {BY_PEER[-1]}")
     if layer is not None and name != "posterior":
-        raise InputError(f"figure {name}: one layer alone is for posterior")
+        raise InputError(f"figure {name}: layer is for posterior")
     if ood and name != "entropy":
-        raise InputError(f"figure {name}: data from elsewhere are for entropy")
+        raise InputError(f"figure {name}: ood is for entropy")
     compute, draw = NAMES[name]
     options: dict[str, Any] = {"device": device, "root": root} if name in MEASURED else {}
     options |= {"by_peer": by_peer} if name in BY_PEER else {}

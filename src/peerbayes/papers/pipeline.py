@@ -1,4 +1,4 @@
-"""What each step on the way to a run costs and keeps: what it started from, its teachers, and the run itself."""
+"""Figure and table of the steps that led to a run: its parents, its teachers, and the run itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from peerbayes.runs.plan import Node, Parent, parents_of
 from peerbayes.runs.run import Run, peers_at
 from peerbayes.showing import aligned
 
-IMAGES = 256  # that the time of a prediction is measured on
+IMAGES = 256  # for the time of a prediction
 REPEATS = 3
 # Heading, factor, digits after the point.
 COLUMNS = {
@@ -46,9 +46,9 @@ DRAWN = ("accuracy", "nll", "ece", "auroc", "bytes", "microseconds")
 def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
     """Return figures of every step that led to each run; see `COLUMNS`.
 
-    Steps are evaluated on the data sets out of distribution that the last recipe names. What predicts with one plain
-    network is as large as that network, whatever lies in the run beside it. A prediction's time is that of all draws of
-    all peers, the best of some repeats, on this machine.
+    The last recipe names the out-of-distribution data of all steps. The size of a step that predicts with one plain
+    network is that network's. The time of a prediction is that of all draws of all peers, the best of several repeats,
+    on this machine.
 
     Args:
         folders: run folders, or folders of them.
@@ -60,39 +60,39 @@ def pipeline(folders: Iterable[str | Path], device: str = "auto", root: str | Pa
         for path in find_runs(folder):
             run = Run(path)
             outside = run.recipe.evaluation.out_of_distribution
-            steps = [_judged(step, names, outside, device, root) for step, names in _steps(run).values()]
+            steps = [_evaluated(step, names, outside, device, root) for step, names in _steps(run).values()]
             chains.append({"folder": str(path), "seed": run.seed, "outside": outside, "steps": steps})
     names = [[(step["recipe"], [who["name"] for who in step["who"]]) for step in chain["steps"]] for chain in chains]
     if any(other != names[0] for other in names):
-        raise InputError("figure pipeline: the runs came about by different steps; draw them one by one")
+        raise InputError("figure pipeline: the runs have different steps; draw them one by one")
     return {"chains": chains}
 
 
 def _steps(run: Run, named: Iterable[str] = ()) -> dict[Path, tuple[Run, list[str]]]:
-    """Return the runs that a run needed, each with the peers that it needed, as they were made; then itself."""
+    """Return the runs that led to a run, oldest first, each with the peers that it used; then the run."""
     node = parents_of(run)
     wanted: list[tuple[Parent, TeacherOptions | None]] = [(start, None) for start in node.starts.values()]
     wanted += [(source, run.recipe.teachers) for source in node.teachers]
     networks: dict[Path, tuple[Run, list[str]]] = {}
     for source, teachers in wanted:
-        assert not isinstance(source, Posterior)  # which only plans made from Python have
+        assert not isinstance(source, Posterior)  # only plans made in Python have one
         if isinstance(source, Path) and source.is_file() and not (source.parent / "recipe.toml").is_file():
-            continue  # weights of elsewhere: the chain begins with what was made of them
+            continue  # weights without a run: the chain starts after them
         with within(f"a step before {run.folder}"):
             before, names = peers_at(source.folder if isinstance(source, Node) else source)
-        taken = [name for name in names if teachers is None or teachers.has(name)]
-        for place, (step, some) in _steps(before, taken).items():
-            known = networks.get(place, (step, []))[1]
-            networks[place] = step, [name for name in step if name in {*known, *some}]
+        teaching = [name for name in names if teachers is None or teachers.has(name)]
+        for folder, (step, used) in _steps(before, teaching).items():
+            earlier = networks.get(folder, (step, []))[1]
+            networks[folder] = step, [name for name in step if name in {*earlier, *used}]
     return networks | {run.folder.resolve(): (run, list(named or run))}
 
 
-def _judged(run: Run, names: Sequence[str], outside: Sequence[str], device: str, root: str | Path | None) -> Record:
+def _evaluated(run: Run, names: Sequence[str], outside: Sequence[str], device: str, root: str | Path | None) -> Record:
     loaded = run.data(root)
     record = evaluate(run, out_of_distribution=outside, data=loaded, device=device, root=root)
     images, _ = loaded.test.batch(torch.arange(min(IMAGES, len(loaded.test))), pick_device(device))
     who = []
-    for peer in (one for one in record["peers"] if one["name"] in names):
+    for peer in (evaluated for evaluated in record["peers"] if evaluated["name"] in names):
         posterior = run[peer["name"]].to(images.device)
         passes = record["draws"] if posterior.stochastic else 1
         who.append(
@@ -101,7 +101,7 @@ def _judged(run: Run, names: Sequence[str], outside: Sequence[str], device: str,
             | {"microseconds": _microseconds(posterior, to_unit(images), passes)}
         )
     if ENSEMBLE in record and len(names) == len(run):
-        sums = {key: sum(one[key] for one in who) for key in ("bytes", "passes", "microseconds")}
+        sums = {key: sum(evaluated[key] for evaluated in who) for key in ("bytes", "passes", "microseconds")}
         who.append(_figures(record[ENSEMBLE] | {"name": ENSEMBLE}, outside) | sums)
     return {
         "recipe": run.recipe.name,
@@ -112,10 +112,10 @@ def _judged(run: Run, names: Sequence[str], outside: Sequence[str], device: str,
     }
 
 
-def _figures(found: Record, outside: Sequence[str]) -> Record:
-    kept = {key: found[key] for key in ("name", "accuracy", "nll", "ece")}
-    told = [found["out_of_distribution"][name]["auroc"] for name in outside]
-    return kept | {"auroc": sum(told) / len(told) if told else None}
+def _figures(evaluated: Record, outside: Sequence[str]) -> Record:
+    kept = {key: evaluated[key] for key in ("name", "accuracy", "nll", "ece")}
+    aurocs = [evaluated["out_of_distribution"][name]["auroc"] for name in outside]
+    return kept | {"auroc": sum(aurocs) / len(aurocs) if aurocs else None}
 
 
 def _size(run: Run, name: str, posterior: Posterior) -> int:
@@ -126,32 +126,32 @@ def _size(run: Run, name: str, posterior: Posterior) -> int:
 
 
 def _microseconds(posterior: Posterior, images: Tensor, draws: int) -> float:
-    """Return the time of a prediction, in µs an image."""
-    taken = []
+    """Return the time of a prediction, in µs per image."""
+    seconds = []
     for _ in range(1 + REPEATS):  # the first one warms up
         begun = time.perf_counter()
         posterior.predict(images, draws).probabilities.sum().item()
-        taken.append(time.perf_counter() - begun)
-    return 1e6 * min(taken[1:]) / len(images)
+        seconds.append(time.perf_counter() - begun)
+    return 1e6 * min(seconds[1:]) / len(images)
 
 
 # ---- shown -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(found: Record) -> list[tuple[str, str, dict[str, list[float]]]]:
+def _rows(record: Record) -> list[tuple[str, str, dict[str, list[float]]]]:
     """Return step, who, and the values of each column over the chains."""
     rows = []
-    for place, step in enumerate(found["chains"][0]["steps"]):
+    for index, step in enumerate(record["chains"][0]["steps"]):
         for number, who in enumerate(step["who"]):
-            same = [chain["steps"][place]["who"][number] for chain in found["chains"]]
-            values = {key: [one[key] * COLUMNS[key][1] for one in same if one[key] is not None] for key in COLUMNS}
-            rows.append((step["method"], who["name"], {key: some for key, some in values.items() if some}))
+            same = [chain["steps"][index]["who"][number] for chain in record["chains"]]
+            values = {key: [row[key] * COLUMNS[key][1] for row in same if row[key] is not None] for key in COLUMNS}
+            rows.append((step["method"], who["name"], {key: numbers for key, numbers in values.items() if numbers}))
     return rows
 
 
-def pipeline_table(found: Record) -> str:
+def pipeline_table(record: Record) -> str:
     """Return the steps as a table; over several seeds mean ± standard error."""
-    rows = _rows(found)
+    rows = _rows(record)
     shown = [key for key in COLUMNS if any(key in values for _, _, values in rows)]
     before = ""
     lines = [["step", "", *(COLUMNS[key][0] for key in shown)]]
@@ -167,9 +167,9 @@ def pipeline_table(found: Record) -> str:
     return "\n".join(aligned(lines, left=2))
 
 
-def draw_pipeline(found: Record) -> Figure:
-    """A panel a column, with standard errors over seeds: a bar a step, or a dot where an axis does not begin at 0."""
-    rows = _rows(found)
+def draw_pipeline(record: Record) -> Figure:
+    """Draw a panel for each column with standard errors over seeds: bars, or dots where an axis does not begin at 0."""
+    rows = _rows(record)
     shown = [key for key in DRAWN if any(key in values for _, _, values in rows)]
     figure, grid = panels(1, len(shown), 2.3, 0.7 + 0.32 * len(rows))
     steps = [step for step, _, _ in rows]
@@ -179,13 +179,13 @@ def draw_pipeline(found: Record) -> Figure:
         _draw_steps(axes, key, [summarise(values[key]) for _, _, values in rows], [colours[step] for step in steps])
         axes.set_yticks(range(len(rows)), names if key == shown[0] else [""] * len(rows), fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
-    if len(found["chains"]) > 1:
-        figure.suptitle(f"Mean and standard error over {len(found['chains'])} seeds", fontsize=8)
+    if len(record["chains"]) > 1:
+        figure.suptitle(f"Mean and standard error over {len(record['chains'])} seeds", fontsize=8)
     return figure
 
 
 def _draw_steps(axes: Any, key: str, steps: Sequence[Summary], colours: Sequence[str]) -> None:
-    """Draw a column. The length of a bar says something only if it begins at 0: elsewhere there are dots."""
+    """Draw a column as bars, or as dots where the axis does not begin at 0."""
     heading, _, digits = COLUMNS[key]
     ends = [(step.mean - (step.standard_error or 0), step.mean + (step.standard_error or 0)) for step in steps]
     finite = [end for both in ends for end in both if math.isfinite(end)] or [1.0]  # an NLL can be infinite
@@ -200,14 +200,14 @@ def _draw_steps(axes: Any, key: str, steps: Sequence[Summary], colours: Sequence
         axes.set_xlim(0, 1.4 * high or 1.0)
     bars = axes.get_xlim()[0] == 0
     axes.grid(visible=not bars)
-    for place, (step, colour) in enumerate(zip(steps, colours, strict=True)):
+    for position, (step, colour) in enumerate(zip(steps, colours, strict=True)):
         end = axes.get_xlim()[0]
         if math.isfinite(step.mean):
-            end = ends[place][1]
+            end = ends[position][1]
             if bars:
-                axes.barh(place, step.mean, color=colour, height=0.7)
-            look = {"fmt": "none", "ecolor": "black"} if bars else {"fmt": "o", "color": colour, "markersize": 6}
-            axes.errorbar(step.mean, place, xerr=step.standard_error, capsize=2, linewidth=1, **look)
-        where = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
-        axes.annotate(f"{step.mean:,.{digits}f}", (end, place), **where)
+                axes.barh(position, step.mean, color=colour, height=0.7)
+            style = {"fmt": "none", "ecolor": "black"} if bars else {"fmt": "o", "color": colour, "markersize": 6}
+            axes.errorbar(step.mean, position, xerr=step.standard_error, capsize=2, linewidth=1, **style)
+        offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
+        axes.annotate(f"{step.mean:,.{digits}f}", (end, position), **offset)
     axes.set_title(heading, fontsize=9)

@@ -124,13 +124,14 @@ class Certificate(Strict):
         thresholds = torch.tensor(self.risk.thresholds, dtype=torch.float64, device=confidence.device)
         return confidence < (thresholds[classes] if len(thresholds) > 1 else thresholds)
 
-    def promising(self, coverage: float | None, risk: float | None, origin: str) -> Certificate:
+    def promising(self, coverage: float | None, risk: float | None, origin: str, how: str = "") -> Certificate:
         """Return the certificate with the promises that are asked for alone; refuse others than it makes.
 
         Args:
             coverage: of prediction sets; None for no sets.
             risk: of answers; None for an answer to every image.
             origin: where it is kept, which begins the sentence.
+            how: others are promised, which ends it; by default the line that calibrates.
         """
         chosen = {}
         for name, level, promise in (("coverage", coverage, self.coverage), ("risk", risk, self.risk)):
@@ -138,9 +139,8 @@ class Certificate(Strict):
                 continue
             if promise is None or promise.level != level:
                 promised = "" if promise is None else f", but {promise.level}"
-                raise InputError(
-                    f"{origin}: {name} {level} is not promised{promised}; {how_to(origin, coverage, risk)}"
-                )
+                how = how or how_to(origin, coverage, risk)
+                raise InputError(f"{origin}: {name} {level} is not promised{promised}; {how}")
             chosen[name] = promise
         return self.model_copy(update={"coverage": None, "risk": None} | chosen)
 
@@ -167,14 +167,14 @@ class Certificate(Strict):
             each = ", whichever it is" * (len(self.coverage.thresholds) > 1)
             sentences.append(
                 f"{self.coverage.method.upper()} sets hold the true class with probability {self.coverage.level}{each} "
-                f"({self.images:,} images; scores up to {_values(self.coverage.thresholds, names)})"
+                f"({self.images:,} inputs; scores up to {_values(self.coverage.thresholds, names)})"
             )
         if self.risk is not None:
             each = " of every class" * (len(self.risk.thresholds) > 1)
             share, delta = sum(self.risk.answered) / max(1, self.images), self.risk.delta
             sentences.append(
                 f"with probability {1 - delta:g}, at most {100 * self.risk.level:g} % of answers{each} are wrong "
-                f"({self.images:,} images, {100 * share:.1f} % answered, {sum(self.risk.errors)} wrong; "
+                f"({self.images:,} inputs, {100 * share:.1f} % answered, {sum(self.risk.errors)} wrong; "
                 f"probabilities from {_values(self.risk.thresholds, names)} on)"
             )
         return sentences

@@ -63,8 +63,8 @@ def build_peer(
         posterior = Posterior.load(start, network) if isinstance(start, Path) else start
         with within(source_of):
             return kind.made_from(_on(posterior, device), network, options, data.train, seed, peer.name)
-    source: Source | None = start
     named = network is None
+    source: Source | None = network if trained and start is None else start  # weights that were learnt are remembered
     if network is None:
         with seeded(Address(seed, peer.name, f"initial {depth}" if depth else "initial")):
             network = networks.build(peer.network, inputs)

@@ -73,7 +73,7 @@ def train_jobs(
     Args:
         jobs: with a folder each.
         resume: resume interrupted runs.
-        reporter: is told what happens; by default a progress bar on a terminal, else nobody.
+        reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
         how: see `How`.
@@ -203,8 +203,6 @@ def _take_over(node: Node, device: torch.device) -> None:
         return
     refuse_other_origins(node.folder, origins_of(node.given.peers, node.given.teachers))
     run = node.run()
-    if node.given.data is not None:
-        run.refuse_other_data(node.given.data)
     for name, posterior in node.given.peers.items():
         posterior.to(device)
         posterior.load_state({name_in_file: tensor.to(device) for name_in_file, tensor in run[name].state().items()})
@@ -227,8 +225,11 @@ def _check_folders(plan: Plan, resume: bool) -> None:
     nodes = [*plan.targets, *plan]
     nodes += [parent for node in nodes for parent in node.parents if isinstance(parent, Node)]
     for node in dict.fromkeys(node for node in nodes if node.finished):
-        run = node.run()
-        for name, start in node.starts.items():
+        run, given = node.run(), node.given
+        if given.data is not None:
+            run.refuse_other_data(given.data)
+        trained = {name: Point(network) for name, network in given.networks.items() if given.trained}
+        for name, start in {**trained, **node.starts}.items():
             known = run.origins.get(peer_called(name))
             if known is not None and known != _parent_digest(run, name, start):
                 raise InputError(other_weights(node.folder, peer_called(name)))

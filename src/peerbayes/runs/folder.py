@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from peerbayes.errors import InputError
+from peerbayes.networks.normalisation import choice_in_words
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, changes_between
@@ -62,6 +63,10 @@ def refuse_occupied(job: Job, resume: bool) -> None:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
     if before.recipe != job.recipe:
         raise InputError(f"{folder}: {_other_settings(before.recipe, job.recipe)}, or choose another folder")
+    now = choice_in_words(job.given.normalize)
+    then = before.about.get("normalize", now)  # older runs do not say
+    if then != now:
+        raise InputError(f"{folder}: holds a run with normalize={then}, not {now}; give that, or choose another folder")
 
 
 def _other_settings(before: Recipe, now: Recipe) -> str:

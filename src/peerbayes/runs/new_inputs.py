@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
 from peerbayes.data.datasets.folders import count_images, walk_images
+from peerbayes.data.datasets.objects import Column, column_inputs, is_columns
 from peerbayes.data.datasets.text_rows import csv_items, csv_rows
 from peerbayes.data.items import pixels
 from peerbayes.data.splits import ArraySplit, FolderSplit, Split, centre, in_rgb, resize
@@ -89,19 +90,26 @@ def new_inputs(run: Run, given: Any) -> NewInputs:
     Args:
         run: the run.
         given: for images: files, folders, CSV files with a column of them, arrays, tensors or PIL images, alone or in
-            a list; for texts: texts, text files with one a line, CSV files, or token numbers; or a split.
+            a list; for texts: texts, text files with one a line, CSV files, or token numbers; or a split, or a data set
+            of Hugging Face.
     """
     if isinstance(given, Dataset):
         raise InputError("expected inputs, got a whole data set: predict one of its splits, such as data.test")
     if isinstance(given, Mapping):
-        raise InputError(f"expected inputs or a list of them, got a {type(given).__name__}")
+        raise InputError(
+            f"expected inputs or a list of them, got a {type(given).__name__}; give one of its splits or columns"
+        )
     if hasattr(given, "batch") and hasattr(given, "labels"):
         return NewInputs.of("image" if run.vocabulary is None else "text", cast(Split, given))
+    if is_columns(given):
+        given = column_inputs(given, "the data set") if len(given) else []
     vocabulary = run.vocabulary
     return _images(run, given) if vocabulary is None else _texts(vocabulary, given)
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(given: Any) -> Sequence[Any]:
+    if isinstance(given, Column):  # whose images are read when they are predicted
+        return cast(Sequence[Any], given)
     alone = isinstance(given, str | Path | Image.Image) or not isinstance(given, Iterable)
     items = [given] if alone else list(given)
     if not items:
@@ -121,7 +129,7 @@ def _images(run: Run, given: Any) -> NewInputs:
         if tuple(array.shape[1:]) == shape:  # as they were learnt
             images = torch.as_tensor(array)
             return NewInputs.of("image", ArraySplit(images.float() if images.is_floating_point() else images))
-        items = [array] if _is_one_image(array, channels, (height, width)) else list(array)
+        items: Sequence[Any] = [array] if _is_one_image(array, channels, (height, width)) else list(array)
     else:
         items = _listed(given)
     if height != width or channels not in (1, 3):
@@ -343,14 +351,17 @@ def _promised(
     certificate = run.certificate if peer is None else run[peer].certificate
     names = list(run) if peer is None else [peer]
     origin = str(run.named if names == run.predicting else run.weights_file(names[0]))
+    if run.exported:
+        how = "an export promises what it was made with: calibrate the run, then export it again"
+    else:
+        how = how_to(origin, coverage, risk, adopted=run.adopted)
     if certificate is None:
-        told = how_to(origin, coverage, risk, adopted=run.adopted)
-        raise InputError(f"{origin}: nothing is promised of its predictions; {told}")
+        raise InputError(f"{origin}: nothing is promised of its predictions; {how}")
     if not calibrated:
         raise InputError(f"{origin}: promises are of its calibrated predictions; leave out --raw (calibrated=False)")
     if draws is not None and draws != certificate.draws:
         raise InputError(f"{origin}: promises are of {certificate.draws} draws, not of {draws}; leave out draws")
-    return certificate.promising(coverage, risk, origin)
+    return certificate.promising(coverage, risk, origin, how)
 
 
 def _as_one(parts: list[Prediction]) -> Prediction:

@@ -307,12 +307,17 @@ class Run(Mapping[str, Posterior]):
     def refuse_renamed(self, loaded: Dataset, who: str = "") -> None:
         """Refuse data that numbers other classes than the peers have learnt; their names are not always known.
 
+        Classes without names go by their numbers where those of the other side are named by numbers.
+
         Args:
             loaded: the data.
             who: begins the message; by default the folder.
         """
-        pairs = enumerate(zip(self.about.get("class_names") or (), loaded.class_names or (), strict=False))
-        for number, (learnt, now) in pairs:
+        theirs, ours = tuple(self.about.get("class_names") or ()), tuple(loaded.class_names or ())
+        numbers = tuple(map(str, range(loaded.classes)))
+        if sorted(theirs or ours) == sorted(numbers):
+            theirs, ours = theirs or numbers, ours or numbers
+        for number, (learnt, now) in enumerate(zip(theirs, ours, strict=False)):
             if learnt != now:
                 raise InputError(
                     f"{who or self.folder}: has learnt class {number} as '{learnt}', but in {loaded.name} it is '{now}'"
@@ -428,8 +433,9 @@ class Run(Mapping[str, Posterior]):
 
         Args:
             inputs: of images: files, folders, a CSV file with a column ``path``, arrays, tensors or PIL images, alone
-                or in a list; of texts: texts, text files with one a line, or CSV files; or a split. Files, and images
-                of another size than was learnt, are resized and their centre cut out, as in evaluation.
+                or in a list; of texts: texts, text files with one a line, or CSV files; or a split, or a data set of
+                Hugging Face. Files, and images of another size than was learnt, are resized and their centre cut out,
+                as in evaluation.
             peer: its name; by default the average of all peers' probabilities, or the peer that an adoption ships.
             coverage: also sets of classes that hold the true one with this probability, as its certificate promises.
             risk: also whether it abstains, so that at most this share of the answers is wrong, as its certificate
@@ -497,7 +503,8 @@ class Run(Mapping[str, Posterior]):
         """Return the run's report page, which shows itself in a notebook; `peerbayes evaluate` writes it."""
         path = self.folder / "report.html"
         if not path.is_file():
-            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it")
+            raise InputError(f"{path}: no such file yet; `peerbayes evaluate {self.folder}` writes it, and in Python "
+                             "peerbayes.reports.write_report(run, peerbayes.evaluate(run))")  # fmt: skip
         return Page(path, path.read_text("utf-8"))
 
     def __iter__(self) -> Iterator[str]:

@@ -21,6 +21,7 @@ from peerbayes.engine.processes import ALONE, World, environment, pick_device, t
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError, nearest
 from peerbayes.math.noise import format_of
+from peerbayes.networks.normalisation import choice_in_words
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
@@ -280,6 +281,7 @@ class Session:
                 "origins": self.origins,
                 "finished": False,
                 "inputs": network_inputs(self.loaded).describe(),
+                "normalize": choice_in_words(job.given.normalize),
                 **_described(self.loaded),
                 **remember(self.folder, self.loaded),
                 **environment(self.device),

@@ -99,7 +99,7 @@ def certificate_of(
     names = class_names or [str(number) for number in range(classes)]
     fitted, shown = parts(len(labels), seed)
     if not len(fitted) or not len(shown):
-        raise InputError(f"{data}: has {len(labels)} validation images, too few to promise anything with")
+        raise InputError(f"{data}: has {len(labels)} validation inputs, too few to promise anything with")
     temperature = metrics.fit_temperature(log_p[fitted], labels[fitted], width=TEMPERATURE_WIDTH)
     tempered = log_p if temperature == 1 else metrics.temper(log_p, temperature)
     choosing, showing = (Labelled(tempered[part], labels[part]) for part in (fitted, shown))

@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
         http: Any = functools.partial(Connection, seconds=limits.seconds, most=most)
         # asyncio accepts as many at once as its backlog, before any is looked at, and thrice again until one is closed
         config = uvicorn.Config(
-            app, http=http, backlog=max(1, most // 4), log_level="warning", access_log=False, server_header=False,
+            app, http=http, backlog=max(1, most // 4), log_level="error", access_log=False, server_header=False,
             timeout_graceful_shutdown=PARTING, ws="none", proxy_headers=False, loop="asyncio",
         )  # fmt: skip
         super().__init__(config)

@@ -28,8 +28,8 @@ class Axis:
     """A key that a sweep varies.
 
     Args:
-        key: as it was given: a recipe's key or TERM.OPTION.
-        paths: the recipe's keys that it stands for.
+        key: as given: a recipe's key or TERM.OPTION.
+        paths: the recipe's keys that it changes.
         values: the values of a list, or the two ends of a range.
         is_range: whether any value between the two may be taken.
         log: whether a range is searched by its logarithm.
@@ -56,7 +56,7 @@ def parse_axes(given: Sequence[str], recipe: Recipe) -> list[Axis]:
 
     Args:
         given: the items.
-        recipe: whose keys they are.
+        recipe: with these keys.
     """
     if not given:
         raise InputError("a sweep needs at least one key: --over KEY=VALUES, such as mutual.alpha=0.5,1,2")
@@ -149,7 +149,7 @@ def overrides(axes: Iterable[Axis], setting: Mapping[str, Value]) -> list[str]:
 
 
 def shown(value: Value, digits: int | None = None) -> str:
-    """Return a value as a person would write it: ``0.5``, ``1``, ``1e-05``, ``true``.
+    """Return a value in short notation: ``0.5``, ``1``, ``1e-05``, ``true``.
 
     Args:
         value: the value.
@@ -173,7 +173,7 @@ def setting_title(setting: Mapping[str, Value], digits: int | None = None) -> st
 
 
 def folder_name(setting: Mapping[str, Value]) -> str:
-    """Return a name for a setting's run folders; a digest tells apart what cannot be written out."""
+    """Return a name for a setting's run folders; a digest distinguishes settings whose names would be too long."""
     text = setting_title(setting).replace(", ", ",")
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", text)
     if plain == text and len(text) <= _NAME_LENGTH:

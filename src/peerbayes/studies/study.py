@@ -1,9 +1,9 @@
-"""Keep a sweep's books: an Optuna study that many processes and machines may share.
+"""Manage a sweep's Optuna study, which many processes and machines may share.
 
-Each setting is a trial. The settings of a grid go into the study's queue; taking one out is atomic, so no two
-processes train the same one (Optuna's own grid sampler may hand a setting out twice). A process keeps what it has taken
-while it lives: it holds a lock in the sweep's folder, which the system releases when it dies, and sends heartbeats to
-the database for processes that cannot see that folder. Settings of dead processes go back into the queue.
+Each setting is a trial. The settings of a grid go into the study's queue; claiming one is atomic, so no two processes
+train the same one (Optuna's grid sampler may hand out a setting twice). A process keeps its claims while it lives: it
+holds a lock in the sweep's folder, which the system releases when it dies, and sends heartbeats to the database for
+processes that cannot see that folder. Settings of dead processes go back into the queue.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     import optuna
 
 
-_MISSES = 10  # proposals that were taken already, before giving up
+_MISSES = 10  # claimed proposals in a row before giving up
 _ABOUT = "peerbayes"  # the study's attribute that describes the sweep
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting taken by this process."""
+    """A setting claimed by this process."""
 
     number: int
     setting: Setting
@@ -96,17 +96,17 @@ class Study:
         self._heart.start()
 
     def _check(self, about: Mapping[str, Any], url: str) -> None:
-        wanted = json.loads(json.dumps(about))
+        expected = json.loads(json.dumps(about))
         # In this order: another process writes the description before it takes a trial.
         begun = bool(self._study.get_trials(deepcopy=False))
         recorded = self._study.user_attrs.get(_ABOUT)
         if recorded is None and not begun:
-            self._study.set_user_attr(_ABOUT, wanted)
+            self._study.set_user_attr(_ABOUT, expected)
             return
         where = f"study '{self.name}' in {hide_password(url)}"
         if recorded is None:
             raise InputError(f"{where} was not made by a sweep of peerbayes; choose another --study")
-        for key, value in wanted.items():
+        for key, value in expected.items():
             if recorded.get(key) != value:
                 raise InputError(
                     f"{where} belongs to another sweep: its {key} is {_short(recorded.get(key))}, not {_short(value)}; "
@@ -114,7 +114,7 @@ class Study:
                 )
 
     def claim(self, count: int) -> list[Claim]:
-        """Take up to ``count`` settings that nobody has taken; none if all that is left is finished or taken."""
+        """Claim up to ``count`` free settings; none if all others are finished or claimed."""
         self._recover()
         claims: list[Claim] = []
         misses = 0
@@ -141,7 +141,7 @@ class Study:
         Args:
             claim: the setting.
             value: of the objective.
-            attributes: what else is known of it, JSON-ready.
+            attributes: further results, JSON-ready.
         """
         self._tell(claim, attributes, value=value)
 
@@ -165,15 +165,15 @@ class Study:
         del self._mine[claim.number]
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Return the trials that count, one a setting, without those that were given up or taken twice."""
+        """Return one trial for each setting, without abandoned and duplicate ones."""
         trials = [trial for trial in self._study.get_trials(deepcopy=False) if not self._given_up(trial)]
-        # A trial that another process is just asking for has no setting yet.
+        # A trial that another process is creating has no setting yet.
         trials = [trial for trial in trials if "setting" in trial.user_attrs]
         by_setting = {self._setting_of(trial): trial for trial in reversed(trials)}
         return sorted(by_setting.values(), key=lambda trial: trial.number)
 
     def close(self) -> None:
-        """Give back settings that were taken but not finished, and disconnect."""
+        """Release claimed settings that are not finished, and disconnect."""
         self._stop.set()
         self._heart.join()
         try:

@@ -1,4 +1,4 @@
-"""Open the database of a sweep's study, which processes that may die share."""
+"""Open the database of a sweep's study, shared by processes that may die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEAT, GRACE = 20, 120  # seconds between two beats, and without one until a proc
 
 
 def check_optuna() -> None:
-    """Check that Optuna is installed, and make it quiet."""
+    """Check that Optuna is installed, and silence its logging."""
     try:
         import optuna
     except ImportError:
@@ -76,7 +76,7 @@ class Worker:
         return self.folder / f".worker-{token}"
 
     def is_dead(self, token: str) -> bool:
-        """Return whether a worker of this machine and folder has ended; of others only their heartbeat tells."""
+        """Return whether a worker of this machine and folder has ended; for others only their heartbeat shows it."""
         path = self._path(token)
         if token in self._dead:
             return True

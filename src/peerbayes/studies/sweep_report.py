@@ -38,7 +38,7 @@ def sweep_table(sweep: Sweep) -> str:
     text = [f"{sweep.recipe.title}: validation split, {spread}, ranked by *", "", *aligned(lines, left=1)]
     notes = [f"{setting_title(r['setting'])} failed: {r['reason']}" for r in sweep.table if r["state"] == "failed"]
     if any(row["state"] == "running" for row in sweep.table):
-        notes.append("running: in the hands of another process; the same command shows them when they are done")
+        notes.append("running: in another process; the same command shows them when they are done")
     done = [row for row in sweep.table if row["state"] == "complete"]
     if len(done) > 1:
         notes.insert(0, _lead(sweep, *done[:2]))

@@ -1,4 +1,4 @@
-"""Sweep: train settings of a recipe over seeds and rank them by the validation split; the test split is left alone.
+"""Sweep: train settings of a recipe over seeds and rank them on the validation split; the test split is not used.
 
 study.db              the Optuna study, unless another storage was named
 sweep.json            what was swept, on what, and the ranked table
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 OBJECTIVES: tuple[Objective, ...] = ("accuracy", "nll", "ece")
 TRIALS = 20
-HELD_OUT = 0.1  # of the training images, where neither the recipe nor the data have a validation split
+HELD_OUT = 0.1  # of the training images, if neither the recipe nor the data have a validation split
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Sweep:
     Args:
         recipe: the recipe before any setting.
         axes: the keys that were varied.
-        seeds: a run each for every setting.
-        objective: the figure of the validation split that ranks.
-        table: a row for each setting: the best first, then those running elsewhere, then those that failed.
-        folder: the sweep's.
+        seeds: of the runs of every setting.
+        objective: the validation figure that ranks.
+        table: a row for each setting: the best first, then those running in other processes, then failed ones.
+        folder: of the sweep.
     """
 
     recipe: Recipe
@@ -89,23 +89,23 @@ def sweep(
     precision: Precision = "auto",
     reporter: Reporter | None = None,
 ) -> Sweep:
-    """Train settings of a recipe and rank them by the validation split; call it again to resume.
+    """Train settings of a recipe and rank them on the validation split; call it again to resume.
 
     Args:
         recipe: a recipe's name or file.
-        over: what to vary: ``"mutual.alpha=0.5,1,2"``, ``"stages.*.optimizer.lr=1e-4:1e-1:log"``.
+        over: keys to vary: ``"mutual.alpha=0.5,1,2"``, ``"stages.*.optimizer.lr=1e-4:1e-1:log"``.
         seeds: a setting's value is the mean over these.
         changes: changes of the recipe for all settings, such as ``"stages.0.epochs=5"``.
-        sampler: ``grid`` or ``tpe``; by default a grid where only lists are given.
+        sampler: ``grid`` or ``tpe``; by default a grid if only lists are given.
         trials: settings that ``tpe`` tries, 20 by default.
         objective: ``nll``, ``accuracy`` or ``ece``, averaged over peers.
-        validation: images (or fraction) of the training split to rank by; by default the recipe's or the data's own,
-            or a tenth.
+        validation: images (or fraction) of the training split to rank by; by default the recipe's or the data's, or a
+            tenth.
         storage: an Optuna storage URL, which many machines may share; by default SQLite in the folder.
         study: the study's name; by default the recipe's.
         out: the sweep's folder; ``sweeps/RECIPE`` by default.
         pack: settings trained side by side; by default 4 of a grid on a GPU, else 1.
-        device: where to train; ``auto`` takes a GPU where there is one.
+        device: where to train; ``auto`` prefers a GPU.
         root: data root.
         engine: as in `train`.
         precision: as in `train`.
@@ -195,7 +195,7 @@ def _sampler(given: Sampler | None, trials: int | None, axes: Sequence[Axis]) ->
 
 @dataclass
 class _Trainer:
-    """Train and evaluate the settings that this process has taken."""
+    """Train and evaluate the settings that this process has claimed."""
 
     study: Study
     recipe: str | Path

@@ -113,7 +113,7 @@ def title_of(given: Any) -> str | None:
     about = getattr(inner, "info", None)
     name = getattr(about, "dataset_name", None) or getattr(about, "builder_name", None)
     if not isinstance(name, str):
-        plain = isinstance(inner, list | tuple | np.ndarray | Tensor) or _is_frame(inner) or _is_columns(inner)
+        plain = isinstance(inner, list | tuple | np.ndarray | Tensor) or _is_frame(inner) or is_columns(inner)
         name = None if plain else type(inner).__name__
     return name or None
 
@@ -131,7 +131,12 @@ def _is_frame(given: Any) -> bool:
     return hasattr(given, "iloc") and hasattr(given, "columns") and hasattr(given, "itertuples")
 
 
-def _is_columns(given: Any) -> bool:
+def is_columns(given: Any) -> bool:
+    """Return whether an object is a data set of Hugging Face, by what it has.
+
+    Args:
+        given: any object.
+    """
     return all(hasattr(given, name) for name in ("features", "column_names", "__getitem__", "__len__"))
 
 
@@ -150,7 +155,7 @@ def _part(given: Any, where: str, size: int | None) -> _Part:
         return _of_pair(*given, where, size)
     if not len(given):
         raise InputError(f"{where}: the {type(given).__name__} is empty, expected images or texts with labels")
-    if _is_columns(given):
+    if is_columns(given):
         return _of_columns(given, where, size)
     files = _files_of(given)
     if files is not None:
@@ -191,18 +196,50 @@ def _of_columns(given: Any, where: str, size: int | None) -> _Part:
     label = label or classed[0]
     class_names = getattr(features[label], "names", None)
     labels = [value.item() if isinstance(value, Tensor | np.generic) else value for value in given[label]]
-    first = given[0]
-    others = [name for name in names if name != label and name not in classed]
-    image = next((name for name in others if _is_image(first[name])), None)
     more = {"class_names": None if class_names is None else tuple(class_names)}
+    inputs = column_inputs(given, where, label)
+    return _of_items(len(given), lambda number: (inputs[number], None), where, size, labels, **more)
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A column of a data set, read row by row.
+
+    Args:
+        given: the data set.
+        name: of the column.
+    """
+
+    given: Any
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.given[number][self.name]
+
+
+def column_inputs(given: Any, where: str, label: str | None = None) -> Column | list[str]:
+    """Return the images of a Hugging Face data set, read when they are asked for, or else its texts.
+
+    Args:
+        given: the data set; it may have no labels.
+        where: begins messages.
+        label: the column of labels; by default those that are called so or hold classes.
+    """
+    names, features = list(given.column_names), given.features
+    first = given[0]
+    called = [name for name in names if label is None and name.lower().replace("_", " ") in LABELS]
+    others = [name for name in names if name not in (label, *called) and not hasattr(features[name], "names")]
+    image = next((name for name in others if _is_image(first[name])), None)
     if image is not None:
-        return _of_items(len(given), lambda number: (given[number][image], None), where, size, labels, **more)
+        return Column(given, image)
     texts = ["text"] if "text" in others else [name for name in others if isinstance(first[name], str)]
     if not texts:
         has = ", ".join(map(repr, names))
         raise InputError(f"{where}: no column holds images or texts (columns: {has})")
-    joined = [" ".join(map(str, row)) for row in zip(*(given[name] for name in texts), strict=True)]
-    return _of_items(len(given), lambda number: (joined[number], None), where, size, labels, **more)
+    return [" ".join(map(str, row)) for row in zip(*(given[name] for name in texts), strict=True)]
 
 
 def _is_image(value: Any) -> bool:
@@ -324,8 +361,9 @@ def _reader(given: Any, where: str) -> Callable[[int], tuple[Any, Any]]:
         elif isinstance(item, tuple | list) and len(item) == 2:
             return item[0], item[1]
         size = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        splits = "; splits are given by name, {'train': ..., 'test': ...}" * isinstance(given, tuple | list)
         raise InputError(f"{where}: item {number} is a {type(item).__name__}{size}, expected (image, label) or "
-                         "(text, label)")  # fmt: skip
+                         f"(text, label){splits}")  # fmt: skip
 
     return read
 

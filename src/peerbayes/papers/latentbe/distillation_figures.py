@@ -1,4 +1,4 @@
-"""Figures of distillation, and of how unsure runs are out of distribution; the numbers behind them, ready for JSON."""
+"""Figures of distillation, and of entropies out of distribution, with their numbers for JSON."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from peerbayes.runs.plan import parents_of
 from peerbayes.runs.run import Run
 
 POINTS = tuple(place / 10 for place in range(11))
-IMAGES = 1000  # of a split, that the loss between networks and the perturbations are measured on
+IMAGES = 1000  # of a split, for the loss between networks and for perturbations
 PAIRS = 6  # of networks, at most
-BAND = 0.15  # how dark the range over pairs is
+BAND = 0.15  # opacity of the range over pairs
 WHO = ("teachers", "members")
 NOTES = (
     *(f"distil.{who}_apart" for who in WHO),
@@ -46,7 +46,7 @@ KINDS: tuple[Kind, ...] = ("gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "
 
 
 def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """Loss on the test split along the line between two networks of a run: a student's members, or its peers.
+    """Return the test loss along the line between two networks of a run: a student's members, or its peers.
 
     Args:
         folders: run folders, or folders of them.
@@ -64,11 +64,11 @@ def line(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         band = {"mean": losses.mean(0).tolist(), "low": losses.amin(0).tolist(), "high": losses.amax(0).tolist()}
         about = {"label": _label(run), "folder": str(run.folder), "pairs": len(pairs), "images": len(data[1])}
         series.append({**about, "loss": band, "barrier": {"mean": mean(heights), "highest": max(heights)}})
-    return {"split": "test", "points": list(POINTS), "series": _told_apart(series)}
+    return {"split": "test", "points": list(POINTS), "series": _with_unique_labels(series)}
 
 
 def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, Tensor]]]:
-    """Return the networks of a run that have one form, as tensors by name, and a posterior over that form."""
+    """Return networks of one architecture in a run, as tensors by name, and a posterior over that architecture."""
     peers = {name: run[name].to(device) for name in run}
     first = next(iter(peers.values()))
     if len(peers) == 1 and first.members > 1:
@@ -79,31 +79,30 @@ def _ends(run: Run, device: torch.device) -> tuple[Posterior, list[Mapping[str, 
 
 
 def diversity(folders: Iterable[str | Path]) -> Record:
-    """How far apart teachers and members are over the epochs: the mean KL of pairs, for the images that were learnt.
+    """Return the pairwise KL of teachers and of members over the epochs, on training images.
 
-    And for training images before and after the step that the recipe perturbs them by, in evaluation mode. None where
-    an epoch has no such figure.
+    Also before and after the recipe's perturbation of training images, in evaluation mode. None where an epoch has no
+    such figure.
     """
     series: list[Record] = []
     for run in open_runs(folders, finished=False):
         lines, before = run.metrics, len(series)
         for name in run:
             notes = [line["peers"].get(name, {}).get("notes", {}) for line in lines]
-            known = [key for key in NOTES if any(key in own for own in notes)]
-            if known:
-                found = {key.partition(".")[2]: [own.get(key) for own in notes] for key in known}
+            present = [key for key in NOTES if any(key in note for note in notes)]
+            if present:
+                values = {key.partition(".")[2]: [note.get(key) for note in notes] for key in present}
                 label = _label(run) + (f", {name}" if len(run) > 1 else "")
-                series.append({"label": label, "folder": str(run.folder), **found})
+                series.append({"label": label, "folder": str(run.folder), **values})
         if len(series) == before:
-            raise InputError(f"{run.folder}: was not distilled from several teachers, so nobody was apart")
-    return {"series": _told_apart(series)}
+            raise InputError(f"{run.folder}: was not distilled from several teachers, so it has no pairwise KL")
+    return {"series": _with_unique_labels(series)}
 
 
 def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """How far apart teachers and members are for training images as they are, and after each kind of step.
+    """Return the pairwise KL of teachers and of members, on training images and after each kind of perturbation.
 
-    Of the kinds that are possible: two of the teachers can't be compared where their networks differ, nor members
-    where there is not one for each teacher.
+    Kinds that compare two teachers need teachers of one architecture; those of members need one for each teacher.
 
     Args:
         folders: run folders, or folders of them.
@@ -117,31 +116,31 @@ def perturbations(folders: Iterable[str | Path], device: str = "auto", root: str
         if teachers is None or len(teachers) < 2:
             raise InputError(f"{run.folder}: expected a student of two teachers or more")
         if loaded.vocabulary is not None:
-            raise InputError(f"{run.folder}: learnt texts, which take no steps: expected a run that learnt images")
+            raise InputError(f"{run.folder}: was trained on texts, which cannot be perturbed; expected a run on images")
         name = next(iter(run))
         student = run[name].to(where)
         images = to_unit(_some(loaded, "train", where)[0])
         kinds = [kind for kind in KINDS if teachers.alike or kind not in PICKS]
         kinds = [kind for kind in kinds if kind != "tdiv_sdiv" or student.members == len(teachers)]
-        distances = {"as they are": _apart(images, teachers, student)}
+        distances = {"as they are": _pairwise_kl(images, teachers, student)}
         for kind in kinds:
             perturb = Perturbation(_as_in(run, kind), teachers, {name: student}, run.seed)
-            distances[kind] = _apart(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
+            distances[kind] = _pairwise_kl(perturb.in_parts(images, 0, teachers.tensors(0)), teachers, student)
         series.append({"label": _label(run), "folder": str(run.folder), "images": len(images), "kinds": distances})
-    return {"split": "training", "series": _told_apart(series)}
+    return {"split": "training", "series": _with_unique_labels(series)}
 
 
 def _as_in(run: Run, kind: Kind) -> Perturb:
-    """Return a kind of step as the run has taken it, or would have: at the temperature that it was distilled at."""
+    """Return a kind of perturbation with the run's options, or at its temperature of distillation."""
     stage = run.recipe.stages[-1]
     if stage.perturb is not None and stage.perturb.kind == kind:
         return stage.perturb
     return Perturb(kind=kind, temperature=stage.terms.get("distil", {}).get("temperature", 1.0))
 
 
-def _apart(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
+def _pairwise_kl(images: Tensor, teachers: Teachers, student: Posterior) -> Record:
     logits = all_logits(images, teachers, teachers.tensors(0), student)
-    return {who: pairwise_diversity(found.log_softmax(-1)) for who, found in logits.items()}
+    return {who: pairwise_diversity(values.log_softmax(-1)) for who, values in logits.items()}
 
 
 def _some(loaded: Dataset, split: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,8 +154,8 @@ def _label(run: Run) -> str:
     return f"{run.recipe.method}, seed {run.seed}"
 
 
-def _told_apart(series: Sequence[Record]) -> list[Record]:
-    """Return the series with their folders' names in labels that would be those of others, too."""
+def _with_unique_labels(series: Sequence[Record]) -> list[Record]:
+    """Return the series, with folder names in labels that are not unique."""
     labels = [curve["label"] for curve in series]
     return [
         curve | {"label": f"{curve['label']} ({Path(curve['folder']).name})"}
@@ -169,15 +168,15 @@ def _told_apart(series: Sequence[Record]) -> list[Record]:
 # ---- drawn ----------------------------------------------------------------------------------------------------------
 
 
-def draw_line(found: Record) -> Figure:
-    """Loss between networks; a line a run, with the height of the barrier, and a band where there are several pairs."""
+def draw_line(record: Record) -> Figure:
+    """Draw the loss between networks: a line for each run with its barrier, and a band over several pairs."""
     figure, ((axes,),) = panels(1, 1, 5.2, 3.8)
-    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
-        label = f"{one['label']}: barrier {one['barrier']['mean']:.3g}"
-        axes.plot(found["points"], one["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
-        low, high = one["loss"]["low"], one["loss"]["high"]
-        axes.fill_between(found["points"], low, high, color=colour, alpha=BAND, linewidth=0)
-    if several := sorted({one["pairs"] for one in found["series"] if one["pairs"] > 1}):
+    for curve, colour in zip(record["series"], itertools.cycle(COLOURS)):
+        label = f"{curve['label']}: barrier {curve['barrier']['mean']:.3g}"
+        axes.plot(record["points"], curve["loss"]["mean"], "o-", color=colour, label=label, markersize=3)
+        low, high = curve["loss"]["low"], curve["loss"]["high"]
+        axes.fill_between(record["points"], low, high, color=colour, alpha=BAND, linewidth=0)
+    if several := sorted({curve["pairs"] for curve in record["series"] if curve["pairs"] > 1}):
         words = f"lowest to highest of {' or '.join(map(str, several))} pairs; the line is their mean"
         axes.fill_between([], [], [], color="black", alpha=BAND, linewidth=0, label=words)
     axes.set_xlabel("from one network to another")
@@ -186,50 +185,50 @@ def draw_line(found: Record) -> Figure:
     return figure
 
 
-def draw_diversity(found: Record) -> Figure:
-    """Teachers (dashed) and members (solid) apart over the epochs; a colour a run.
+def draw_diversity(record: Record) -> Figure:
+    """Draw the pairwise KL of teachers (dashed) and members (solid) over the epochs, a colour for each run.
 
-    Where images were perturbed, two more panels: how much further apart a step of images takes each of them.
+    Runs with perturbed images add two panels: the change of each KL by the perturbation.
     """
-    moved = [who for who in WHO if any(f"{who}_after" in one for one in found["series"])]
+    moved = [who for who in WHO if any(f"{who}_after" in curve for curve in record["series"])]
     figure, ((axes, *others),) = panels(1, 1 + len(moved), 5.2, 3.8)
-    for one, colour in zip(found["series"], itertools.cycle(COLOURS)):
+    for curve, colour in zip(record["series"], itertools.cycle(COLOURS)):
         for who, style in zip(WHO, ("--", "-"), strict=True):
-            _over_epochs(axes, one.get(f"{who}_apart"), style, color=colour, label=f"{one['label']}, {who}")
-        for place, who in zip(others, moved, strict=True):
-            both = zip(one.get(f"{who}_before", ()), one.get(f"{who}_after", ()), strict=True)
+            _over_epochs(axes, curve.get(f"{who}_apart"), style, color=colour, label=f"{curve['label']}, {who}")
+        for panel, who in zip(others, moved, strict=True):
+            both = zip(curve.get(f"{who}_before", ()), curve.get(f"{who}_after", ()), strict=True)
             change = [None if before is None else after - before for before, after in both]
-            _over_epochs(place, change, "-", color=colour, label=one["label"])
+            _over_epochs(panel, change, "-", color=colour, label=curve["label"])
     axes.set_ylabel("KL between two (nats per image)")
     scale_by_logarithm(axes)
-    for place, who in zip(others, moved, strict=True):
-        place.axhline(0, color="black", linewidth=0.8)
-        place.set_ylabel(f"change of KL between two {who} (nats)")
-    for place in (axes, *others):
-        name_epochs(place)
-        place.legend(frameon=False, fontsize=7)
+    for panel, who in zip(others, moved, strict=True):
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_ylabel(f"change of KL between two {who} (nats)")
+    for panel in (axes, *others):
+        name_epochs(panel)
+        panel.legend(frameon=False, fontsize=7)
     return figure
 
 
 def _over_epochs(axes: Any, values: Sequence[float | None] | None, style: str, **look: Any) -> None:
-    known = {epoch: value for epoch, value in enumerate(values or (), 1) if value is not None}
-    if known:
-        axes.plot(list(known), list(known.values()), style, **look)
+    measured = {epoch: value for epoch, value in enumerate(values or (), 1) if value is not None}
+    if measured:
+        axes.plot(list(measured), list(measured.values()), style, **look)
 
 
-def draw_perturbations(found: Record) -> Figure:
-    """Teachers and members apart, for images as they are and after each kind of step; a colour a run."""
-    figure, (places,) = panels(1, 2, 5.2, 3.8)
-    coloured = list(zip(found["series"], itertools.cycle(COLOURS)))
-    for axes, who in zip(places, WHO, strict=True):
-        shown = [(one, colour) for one, colour in coloured if who in one["kinds"]["as they are"]]
-        # Not every run has every kind: each kind has one place for all.
-        names = [name for name in ("as they are", *KINDS) if any(name in one["kinds"] for one, _ in shown)]
+def draw_perturbations(record: Record) -> Figure:
+    """Draw the pairwise KL of teachers and of members, without and with each perturbation, a colour for each run."""
+    figure, (row,) = panels(1, 2, 5.2, 3.8)
+    coloured = list(zip(record["series"], itertools.cycle(COLOURS)))
+    for axes, who in zip(row, WHO, strict=True):
+        shown = [(curve, colour) for curve, colour in coloured if who in curve["kinds"]["as they are"]]
+        # Not every run has every kind: each kind keeps one position.
+        names = [name for name in ("as they are", *KINDS) if any(name in curve["kinds"] for curve, _ in shown)]
         width = 1 / (len(shown) + 1)
-        for number, (one, colour) in enumerate(shown):
-            where = [names.index(kind) + number * width for kind in one["kinds"]]
-            heights = [values[who] for values in one["kinds"].values()]
-            axes.bar(where, heights, width, color=colour, label=one["label"])
+        for number, (curve, colour) in enumerate(shown):
+            positions = [names.index(kind) + number * width for kind in curve["kinds"]]
+            heights = [values[who] for values in curve["kinds"].values()]
+            axes.bar(positions, heights, width, color=colour, label=curve["label"])
         axes.set_xticks(range(len(names)), [name.replace("_", "−") for name in names], rotation=30)
         axes.set_title(who)
         axes.set_ylabel("KL between two (nats per image)")
@@ -245,22 +244,21 @@ def entropy(
     device: str = "auto",
     root: str | Path | None = None,
 ) -> Record:
-    """Shares of images by predictive entropy, on the test split and on other data sets; means over seeds.
+    """Return shares of images by predictive entropy, on the test split and out of distribution; means over seeds.
 
-    Predictions are those of `peerbayes evaluate`. Peers of a run predict as one, unless ``by_peer``. ``ood`` names the
-    other data sets; by default they are those of the recipes.
+    Predictions are those of `peerbayes evaluate`.
 
     Args:
         folders: run folders, or folders of them.
-        ood: names of data sets out of distribution.
-        by_peer: each peer by itself.
+        ood: out-of-distribution data sets; by default those of the recipes.
+        by_peer: each peer, not their ensemble.
         device: where to predict.
         root: the data root.
     """
     runs = open_runs(folders)
     names = list(ood) or list(dict.fromkeys(name for r in runs for name in r.recipe.evaluation.out_of_distribution))
     if not names:
-        raise InputError("figure entropy: no recipe names a data set from elsewhere; give one by --ood")
+        raise InputError("figure entropy: no recipe names an out-of-distribution data set; give one by --ood")
     loaded, records = DataCache(root), []
     for run in runs:
         data = loaded.of(run)
@@ -269,37 +267,37 @@ def entropy(
     series = []
     for group in grouped(records).values():
         peers = [peer["name"] for peer in group[0]["peers"]]
-        as_one = len(peers) > 1 and not by_peer
-        for place, name in enumerate([ENSEMBLE] if as_one else peers):
-            judged = [record["ensemble"] if as_one else record["peers"][place] for record in group]
+        ensemble = len(peers) > 1 and not by_peer
+        for index, name in enumerate([ENSEMBLE] if ensemble else peers):
+            evaluated = [record["ensemble"] if ensemble else record["peers"][index] for record in group]
             label = title(group[0]["method"]) + (f" {name}" if by_peer and len(peers) > 1 else "")
             seeds = [record["seed"] for record in group]
-            outside = {other: _over_seeds([one[OUTSIDE][other] for one in judged]) for other in names}
+            outside = {other: _over_seeds([evaluation[OUTSIDE][other] for evaluation in evaluated]) for other in names}
             about = {key: group[0][key] for key in ("dataset", "network")}
             series.append({"label": label, **about, "peer": name, "seeds": seeds, "outside": outside})
     return {"split": "test", "series": series}
 
 
-def _over_seeds(found: Sequence[Record]) -> Record:
-    auroc = summarise([figures["auroc"] for figures in found])
-    shares = entropy_shares([figures["entropy"] for figures in found])
+def _over_seeds(scores: Sequence[Record]) -> Record:
+    auroc = summarise([figures["auroc"] for figures in scores])
+    shares = entropy_shares([figures["entropy"] for figures in scores])
     return {**shares, "auroc": {"mean": auroc.mean, "standard_error": auroc.standard_error}}
 
 
-def draw_entropy(found: Record) -> Figure:
-    """A column a run, a row a data set from elsewhere: histograms in (blue) and out of distribution (red)."""
-    names = list(found["series"][0]["outside"])
-    figure, rows = panels(len(names), len(found["series"]), 3.2, 2.8)
+def draw_entropy(record: Record) -> Figure:
+    """Draw histograms in (blue) and out of distribution (red): a column for each run, a row for each data set."""
+    names = list(record["series"][0]["outside"])
+    figure, rows = panels(len(names), len(record["series"]), 3.2, 2.8)
     for row, name in zip(rows, names, strict=True):
-        for axes, one in zip(row, found["series"], strict=True):
-            outside = one["outside"][name]
-            labels = f"in: {one['dataset']}", f"out: {Path(name).stem}"
+        for axes, curve in zip(row, record["series"], strict=True):
+            outside = curve["outside"][name]
+            labels = f"in: {curve['dataset']}", f"out: {Path(name).stem}"
             for key, label, colour in zip(("inside", "outside"), labels, COLOURS, strict=False):
                 shares = [100 * share for share in outside[key]]
                 axes.stairs(shares, outside["edges"], color=colour, fill=True, alpha=0.45, label=label)
                 axes.stairs(shares, outside["edges"], color=colour, linewidth=1)
             axes.sharey(row[0])  # heights are to be compared
-            axes.set_title(f"{one['label']}: AUROC {outside['auroc']['mean']:.3f}", fontsize=9)
+            axes.set_title(f"{curve['label']}: AUROC {outside['auroc']['mean']:.3f}", fontsize=9)
             axes.set_xlabel("entropy (nats)")
             axes.legend(frameon=False, fontsize=7)
         row[0].set_ylabel("images (%)")

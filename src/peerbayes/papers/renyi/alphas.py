@@ -1,4 +1,4 @@
-"""The numbers behind the figures of runs over alphas, ready for JSON."""
+"""Numbers of the figures over alphas, for JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def divergence() -> Record:
 
 
 def best_alpha(folders: Iterable[str | Path]) -> Record:
-    """Accuracy against alpha by network and data set, and the alpha with the highest mean (of equal ones the first)."""
+    """Return accuracy against alpha by network and data set, and the alpha with the highest mean."""
     groups = gather(folders)
     split, figure = final(groups)
     experiments = []
@@ -58,7 +58,7 @@ def best_alpha(folders: Iterable[str | Path]) -> Record:
 
 
 def spread(folders: Iterable[str | Path]) -> Record:
-    """How far the peers' predictions on the test split differ, against alpha."""
+    """Return how much the peers' predictions on the test split differ, against alpha."""
     groups = gather(folders)
     records = {run.folder: read_record(run) for group in groups for run in group.runs.values()}
     for folder, record in records.items():
@@ -81,23 +81,25 @@ def spread(folders: Iterable[str | Path]) -> Record:
 
 
 def grid(folders: Iterable[str | Path]) -> Record:
-    """NLL and accuracy over the weight ψ of the mutual term and alpha, mean over seeds; a row a weight."""
+    """Return NLL and accuracy over the weight ψ of the mutual term and alpha, means over seeds."""
     groups = gather(folders, varied=("alpha", "weight"))
     for group in groups:
         if group.weight is None:
-            raise InputError(f"{next(iter(group.runs.values())).folder}: has no mutual term, so no place in the grid")
+            raise InputError(
+                f"{next(iter(group.runs.values())).folder}: has no mutual term, so it cannot be in the grid"
+            )
     split, figure = final(groups)
     experiments = []
-    for about, found in by_experiment(groups):
-        alphas = list({alpha_title(group.alpha): group.alpha for group in found}.values())
-        weights = sorted({group.weight for group in found if group.weight is not None})
-        cells = {(group.weight, alpha_title(group.alpha)): group for group in found}
+    for about, experiment_groups in by_experiment(groups):
+        alphas = list({alpha_title(group.alpha): group.alpha for group in experiment_groups}.values())
+        weights = sorted({group.weight for group in experiment_groups if group.weight is not None})
+        cells = {(group.weight, alpha_title(group.alpha)): group for group in experiment_groups}
         experiment: Record = {**about, "alphas": alphas, "weights": weights}
         for key in ("nll", "accuracy"):
             experiment[key] = [
                 [
-                    over_seeds(cells[place].runs, functools.partial(figure, key)) if place in cells else None
-                    for place in ((weight, alpha_title(alpha)) for alpha in alphas)
+                    over_seeds(cells[cell].runs, functools.partial(figure, key)) if cell in cells else None
+                    for cell in ((weight, alpha_title(alpha)) for alpha in alphas)
                 ]
                 for weight in weights
             ]
@@ -106,23 +108,23 @@ def grid(folders: Iterable[str | Path]) -> Record:
 
 
 def curves(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
-    """Test loss and accuracy over the epochs by alpha, averaged over peers or each; mean, lowest and highest seed.
+    """Return test loss and accuracy over the epochs by alpha: mean, lowest and highest seed.
 
     Args:
         folders: run folders, or folders of them.
-        by_peer: each peer by itself.
+        by_peer: each peer, not their average.
     """
     return _over_epochs(gather(folders), by_peer, ("test_nll", "test_accuracy"), lambda _run, _line, peer: peer)
 
 
 def gap(folders: Iterable[str | Path], by_peer: bool = False) -> Record:
-    """Training loss, test loss and test − training over the epochs by alpha.
+    """Return training loss, test loss and their difference over the epochs by alpha.
 
-    The training loss is the likelihood term without its weight: the mean over an epoch's steps, as the network trained.
+    The training loss is the likelihood term without its weight, the mean over an epoch's steps.
 
     Args:
         folders: run folders, or folders of them.
-        by_peer: each peer by itself.
+        by_peer: each peer, not their average.
     """
 
     def figures(run: Run, line: Record, peer: Record) -> Record:
@@ -156,7 +158,7 @@ def _over_epochs(
 def _epochs(
     run: Run, by_peer: bool, keys: Sequence[str], figures: Callable[[Run, Record, Record], Record]
 ) -> dict[str, dict[int, Record]]:
-    """Return the figures of the epochs that the test split was looked at after, by peer (or their average)."""
+    """Return the figures of epochs with an evaluation of the test split, by peer (or their average)."""
     lines: dict[str, dict[int, Record]] = {}
     for epoch, line in enumerate(run.metrics, start=1):
         looked = {name: figures(run, line, peer) for name, peer in line["peers"].items() if "test_nll" in peer}
@@ -170,7 +172,7 @@ def _epochs(
 
 
 def _band(seeds: Sequence[Mapping[int, Record]], keys: Sequence[str]) -> Record:
-    # Seeds may have been looked at after different epochs: those they share count.
+    # Seeds may have been evaluated after different epochs: those they share count.
     epochs = sorted(set.intersection(*(set(seed) for seed in seeds)))
     band: Record = {"epochs": epochs, "seeds": len(seeds)}
     for key in keys:
@@ -182,9 +184,9 @@ def _band(seeds: Sequence[Mapping[int, Record]], keys: Sequence[str]) -> Record:
 def flatness(
     folders: Iterable[str | Path], device: str | torch.device = "auto", root: str | Path | None = None
 ) -> Record:
-    """Training loss along random filter-normalised directions around each peer's mean weights, by alpha.
+    """Return training loss along random filter-normalised directions around each peer's mean weights, by alpha.
 
-    All networks of one architecture move along the same directions. The band is from the lowest to the highest trained
+    All networks of one architecture move along the same directions. The band is from the lowest to the highest
     network; the sharpness is the rise at the largest distance, averaged over peers.
 
     Args:

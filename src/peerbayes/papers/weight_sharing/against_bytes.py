@@ -1,4 +1,4 @@
-"""Accuracy, NLL and ECE against bytes on disk; drawn, with the numbers behind it, ready for JSON."""
+"""Figure of accuracy, NLL and ECE against bytes on disk, and its numbers for JSON."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from peerbayes.reports.tables import COLUMNS, title
 from peerbayes.runs.run import Run, read_json
 from peerbayes.schema import Table
 
-SAID = 3  # options up to which lines say all that differ among them, and not only what is unusual
-NUMBERED = 4  # lines up to which their points say how many components they have
-MARKER = 4  # points across
-SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # of a point, where its number may lie
+MOST_KEYS = 3  # options up to which labels name all that differ, and not only unusual values
+NUMBERED = 4  # lines up to which points are labelled with their number of components
+MARKER = 4  # diameter in points
+SIDES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...]  # offsets of a label from its point
 SIDES = ((3, 4), "left"), ((3, -9), "left"), ((-3, 4), "right"), ((-3, -9), "right")
-OF_OUTLIERS = ("threshold", "top", "smallest")  # options that say nothing where there are none
-FAR = 3  # times the largest file of a line, from which a reference is a line alone: a point would take all the room
-NARROW = 1.2  # from the smallest file to the largest, below which the axis of bytes is made wider
-YES_NO = {  # what a legend says of an option that is true, or false
+OF_OUTLIERS = ("threshold", "top", "smallest")  # options without effect where there are no outliers
+FAR = 3  # times the largest file of a line, beyond which a reference is only a line: a point would stretch the axis
+NARROW = 1.2  # ratio of the largest to the smallest file, below which the axis of bytes is widened
+YES_NO = {  # legend of an option that is true, or false
     "thrifty": ("a thrifty codebook", "a plain codebook"),
     "outliers": ("outliers", "no outliers"),
     "blend": ("blending", "no blending"),
@@ -53,16 +53,16 @@ class _SizedPeer(Table):
 
 
 class _SizedRecord(Table):
-    """What the figure looks for in a record."""
+    """The part of a record that the figure needs."""
 
     peers: Annotated[list[_SizedPeer], Field(min_length=1)]
 
 
 def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """Figures of the test split against the size of the weights file, over seeds; by network and data set.
+    """Return figures of the test split against the size of the weights file, over seeds, by network and data set.
 
-    Runs of shared weights form a line for all that differ in the number of components, or in thrift, alone, from few
-    components to many; all other runs are references. Figures are those of evaluation.json; a run without one is
+    Runs of shared weights that differ only in the number of components, or in ``thrift``, form a line from few
+    components to many. All other runs are references. Figures are those of evaluation.json; a run without one is
     evaluated first.
 
     Args:
@@ -97,7 +97,7 @@ def _record(run: Run, device: str, root: str | Path | None) -> Record:
     path = run.folder / "evaluation.json"
     record = read_json(path) if path.is_file() else evaluate(run, device=device, root=root)
     _SizedRecord.parse(record, str(path))
-    for peer in record["peers"]:  # records from before they held it
+    for peer in record["peers"]:  # older records have no bytes
         peer.setdefault("bytes", run.weights_file(peer["name"]).stat().st_size)
     return record
 
@@ -112,34 +112,37 @@ def _codebook(group: Runs) -> PosteriorOptions | None:
 
 
 def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
-    """Return a line for all settings that differ in the number of components, or in thrift, alone; by that number."""
+    """Return a line for settings that differ only in the number of components, or in ``thrift``."""
     options = [_flat_options(group) for group in groups]
-    of_outliers = set(OF_OUTLIERS).difference(differing([one for one in options if one["outliers"]]))
-    told_apart = [key for key in differing(options) if key != "components" and key not in of_outliers]
-    known = told_apart if len(told_apart) > SAID else []
-    usual = {key: _most_common([one.get(key) for one in options]) for key in known}
+    of_outliers = set(OF_OUTLIERS).difference(differing([setting for setting in options if setting["outliers"]]))
+    differ = [key for key in differing(options) if key != "components" and key not in of_outliers]
+    unusual_only = differ if len(differ) > MOST_KEYS else []
+    usual = {key: _most_common([setting.get(key) for setting in options]) for key in unusual_only}
     lines: dict[str, list[Record]] = {}
-    for group, one in zip(groups, options, strict=True):
-        said = [key for key in told_apart if key not in usual or one.get(key) != usual[key]]
-        said = _of_outliers_once(said, one["outliers"])
-        lines.setdefault(_label(one, said), []).append({"components": _components(group, one), **point(group)})
+    for group, setting in zip(groups, options, strict=True):
+        keys = [key for key in differ if key not in usual or setting.get(key) != usual[key]]
+        keys = _of_outliers_once(keys, setting["outliers"])
+        lines.setdefault(_label(setting, keys), []).append({"components": _components(group, setting), **point(group)})
     return [
-        {"label": label, "points": sorted(points, key=lambda one: (one["components"], one["bytes"]["mean"]))}
+        {
+            "label": label,
+            "points": sorted(points, key=lambda setting: (setting["components"], setting["bytes"]["mean"])),
+        }
         for label, points in lines.items()
     ]
 
 
-def _of_outliers_once(said: Sequence[str], outliers: bool) -> list[str]:
-    """Return options without which are outliers where there are none, and without that there are where it is said."""
-    which = [key for key in said if key in OF_OUTLIERS]
-    left_out = [] if not which else ["outliers"] if outliers else which
-    return [key for key in said if key not in left_out]
+def _of_outliers_once(keys: Sequence[str], outliers: bool) -> list[str]:
+    """Drop redundant keys: the choice of outliers if there are none, ``outliers`` if the choice is named."""
+    outlier_keys = [key for key in keys if key in OF_OUTLIERS]
+    left_out = [] if not outlier_keys else ["outliers"] if outliers else outlier_keys
+    return [key for key in keys if key not in left_out]
 
 
-def _label(options: Mapping[str, Any], said: Sequence[str]) -> str:
-    """Return some options in words: ``shared_small: a thrifty codebook, no outliers``; without any, the method."""
-    label = ", ".join(_words(key, options[key]) for key in said if key != "method")
-    named = [options["method"]] if "method" in said or not label else []
+def _label(options: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return options in words: ``shared_small: a thrifty codebook, no outliers``; without any, the method."""
+    label = ", ".join(_words(key, options[key]) for key in keys if key != "method")
+    named = [options["method"]] if "method" in keys or not label else []
     return ": ".join([*named, *([label] if label else [])])
 
 
@@ -152,7 +155,7 @@ def _words(key: str, value: Any) -> str:
 
 
 def _most_common(values: Sequence[Any]) -> Any:
-    """Return what there is most of, of equals the first."""
+    """Return the most common value; of equally common ones the first."""
     return max(values, key=values.count)
 
 
@@ -166,7 +169,7 @@ def _flat_options(group: Runs) -> dict[str, Any]:
 
 
 def _components(group: Runs, options: Mapping[str, Any]) -> int:
-    """Return how many components were asked for; where it was left to the number of weights, how many there were."""
+    """Return the number of components in the options; if it follows from the number of weights, the actual one."""
     if options["components"]:
         return int(options["components"])
     run = _first(group)
@@ -179,16 +182,16 @@ def _components(group: Runs, options: Mapping[str, Any]) -> int:
 # ---- drawn ----------------------------------------------------------------------------------------------------------
 
 
-def draw_size(found: Record) -> Figure:
-    """A row a network and data set, a panel a figure: a line a codebook, a dashed line a reference."""
-    figure, rows = panels(len(found["experiments"]), len(COLUMNS), 4.4, 3.7)
-    for row, experiment in zip(rows, found["experiments"], strict=True):
+def draw_size(record: Record) -> Figure:
+    """Draw a row for each network and data set, a panel for each figure, lines for codebooks and references."""
+    figure, rows = panels(len(record["experiments"]), len(COLUMNS), 4.4, 3.7)
+    for row, experiment in zip(rows, record["experiments"], strict=True):
         sizes = [point["bytes"]["mean"] for line in experiment["lines"] for point in line["points"]]
         beyond = FAR * max(sizes, default=math.inf)
         for axes, (name, (key, scale)) in zip(row, COLUMNS.items(), strict=True):
             for number, line in enumerate(experiment["lines"]):
-                look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-                _draw_line(axes, line, key, scale, look, len(experiment["lines"]) <= NUMBERED)
+                style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+                _draw_line(axes, line, key, scale, style, len(experiment["lines"]) <= NUMBERED)
             for number, reference in enumerate(experiment["references"]):
                 _draw_reference(axes, reference, key, scale, number, beyond)
             axes.set_xscale("log")
@@ -196,39 +199,39 @@ def draw_size(found: Record) -> Figure:
             axes.set_xlabel("bytes on disk")
             axes.set_ylabel(f"test {name}" + (" (%)" if scale == 100 else " (nats per image)" if name == "NLL" else ""))
             axes.set_title(f"{experiment['network']} · {experiment['dataset']}", fontsize=9)
-        first = {line["label"] for line in experiment["lines"]}  # where matplotlib would name plain lines before these
-        named = sorted(zip(*row[0].get_legend_handles_labels(), strict=True), key=lambda one: one[1] not in first)
+        first = {line["label"] for line in experiment["lines"]}  # matplotlib would list plain lines first
+        named = sorted(zip(*row[0].get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] not in first)
         handles, labels = zip(*named, strict=True)
         row[-1].legend(handles, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle("Mean and standard error over seeds; small numbers: components, before any were merged", fontsize=8)
-    figure.draw_without_rendering()  # now places are where they will be
+    figure.draw_without_rendering()  # fixes the layout
     for axes in itertools.chain.from_iterable(rows):
         _keep_apart(axes)
     return figure
 
 
-def _draw_line(axes: Any, line: Record, key: str, scale: float, look: Record, annotate: bool) -> None:
+def _draw_line(axes: Any, line: Record, key: str, scale: float, style: Record, annotate: bool) -> None:
     points = line["points"]
     x = [point["bytes"]["mean"] for point in points]
     y = [point[key]["mean"] * scale for point in points]
     errors = [(point[key]["standard_error"] or 0) * scale for point in points]
     wide = [point["bytes"]["standard_error"] or 0 for point in points]
-    axes.errorbar(x, y, errors, wide, capsize=2, markersize=MARKER, linewidth=1.2, label=line["label"], **look)
+    axes.errorbar(x, y, errors, wide, capsize=2, markersize=MARKER, linewidth=1.2, label=line["label"], **style)
     if annotate:
-        for point, place in zip(points, zip(x, y, strict=True), strict=True):
-            axes.annotate(f"{point['components']:,}", place, SIDES[0][0], textcoords="offset points", fontsize=6,
-                          color=look["color"])  # fmt: skip
+        for point, position in zip(points, zip(x, y, strict=True), strict=True):
+            axes.annotate(f"{point['components']:,}", position, SIDES[0][0], textcoords="offset points", fontsize=6,
+                          color=style["color"])  # fmt: skip
 
 
 def _keep_apart(axes: Any) -> None:
-    """Move numbers that lie on others, or on points, to another side of theirs; one that finds none is left out."""
+    """Move labels that overlap others, or points, to another side; remove those without a free side."""
     numbers = [text for text in axes.texts if isinstance(text, Annotation)]
     half = MARKER / 2 * axes.figure.dpi / 72
     points = [axes.transData.transform(number.xy) for number in numbers]
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in points]
     for number in numbers:
-        for place, side in SIDES:
-            number.xyann = place
+        for offset, side in SIDES:
+            number.xyann = offset
             number.set_horizontalalignment(side)
             if not (box := number.get_window_extent()).count_overlaps(taken):
                 taken.append(box)
@@ -237,37 +240,37 @@ def _keep_apart(axes: Any) -> None:
             number.remove()
 
 
-def _draw_reference(axes: Any, one: Record, key: str, scale: float, number: int, beyond: float) -> None:
-    x, y = one["bytes"]["mean"], one[key]["mean"] * scale
+def _draw_reference(axes: Any, reference: Record, key: str, scale: float, number: int, beyond: float) -> None:
+    x, y = reference["bytes"]["mean"], reference[key]["mean"] * scale
     far, colour = x > beyond, ("black", "#777777", "#aaaaaa")[number % 3]
-    label = f"{one['label']}, {_size_words(x, '.3g')}" if far else None
+    label = f"{reference['label']}, {_size_words(x, '.3g')}" if far else None
     axes.axhline(y, color=colour, linestyle=("--", ":", "-.")[number % 3], linewidth=0.9, zorder=1, label=label)
     if not far:
-        error = (one[key]["standard_error"] or 0) * scale
-        axes.errorbar(x, y, error, fmt="*", color=colour, markersize=9, capsize=2, label=one["label"], zorder=2)
+        error = (reference[key]["standard_error"] or 0) * scale
+        axes.errorbar(x, y, error, fmt="*", color=colour, markersize=9, capsize=2, label=reference["label"], zorder=2)
 
 
 def _ticks(axes: Any) -> None:
     low, high = axes.get_xlim()
-    if high < NARROW * low:  # sizes that are almost one would need labels of many digits
+    if high < NARROW * low:  # almost equal sizes would need labels of many digits
         low, high = math.sqrt(low * high / NARROW), math.sqrt(low * high * NARROW)
         axes.set_xlim(low, high)
-    places = _places(low, high)
-    axes.set_xticks(places, [_size_words(place) for place in places])
+    ticks = _round_numbers(low, high)
+    axes.set_xticks(ticks, [_size_words(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _places(low: float, high: float) -> list[float]:
-    """Return some round numbers of an interval, so few that their labels have room side by side."""
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return round numbers in an interval, few enough for their labels not to overlap."""
     span = math.log10(high / low)
     steps = {0.75: (1, 1.5, 2, 3, 5, 7), 1.4: (1, 2, 5), 2.2: (1, 3), math.inf: (1,)}
-    digits = next(found for most, found in steps.items() if span < most)
+    digits = next(ticks for most, ticks in steps.items() if span < most)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    places = [digit * 10.0**decade for decade in decades for digit in digits]
-    found = [place for place in places if low <= place <= high]
-    if len(found) < 2:  # an interval so short that one need not count by factors
-        found = [place for place in MaxNLocator(3).tick_values(low, high) if low <= place <= high]
-    return found
+    numbers = [digit * 10.0**decade for decade in decades for digit in digits]
+    ticks = [number for number in numbers if low <= number <= high]
+    if len(ticks) < 2:  # a short interval needs no logarithmic ticks
+        ticks = [number for number in MaxNLocator(3).tick_values(low, high) if low <= number <= high]
+    return ticks
 
 
 def _size_words(size: float, digits: str = "g") -> str:

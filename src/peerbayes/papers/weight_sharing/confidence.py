@@ -1,4 +1,4 @@
-"""How sure runs are, class by class and of images from elsewhere; drawn, with the numbers behind it, ready for JSON."""
+"""Figure of confidence by class and on out-of-distribution images, and its numbers for JSON."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from peerbayes.reports.tables import title
 from peerbayes.runs.run import Run
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # whiskers, box and median
-NAMED = 20  # classes that are drawn one by one; more are sorted by accuracy, as a band
+NAMED = 20  # classes up to which each has a box; more are a band, sorted by accuracy
 
 
 def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
-    """Confidence max_c p_c and accuracy by true class, on the test split and on what the recipes name as outside.
+    """Return confidence max_c p_c and accuracy by true class, on the test split and out of distribution.
 
-    Predictions are those of `peerbayes evaluate`; those of runs that differ in the seed alone are pooled.
+    The recipes name the out-of-distribution data. Predictions are those of `peerbayes evaluate`, pooled over seeds.
 
     Args:
         folders: run folders, or folders of them.
@@ -80,46 +80,46 @@ def _whole(log_p: Tensor) -> Record:
 # ---- drawn ----------------------------------------------------------------------------------------------------------
 
 
-def draw_confidence(found: Record) -> Figure:
-    """A row a setting: boxes of the confidence by true class with its mean above and the accuracy beside, or a band."""
-    most = max(min(NAMED, len(one["classes"])) + len(one["outside"]) for one in found["series"])
-    figure, rows = panels(len(found["series"]), 1, max(5.5, 2.2 + 0.55 * most), 3.9)
-    lowest = min(_lowest(one) for one in found["series"])
-    for (axes,), one in zip(rows, found["series"], strict=True):
-        _draw_boxes(axes, one) if len(one["classes"]) <= NAMED else _draw_band(axes, one)
-        seeds = f" · {len(one['seeds'])} seeds pooled" if len(one["seeds"]) > 1 else ""
-        axes.set_title(f"{one['label']} · test split, {sum(one['count']):,} images{seeds}", fontsize=9)
+def draw_confidence(record: Record) -> Figure:
+    """Draw a row for each setting: boxes of the confidence by true class with mean and accuracy, or a band."""
+    most = max(min(NAMED, len(curve["classes"])) + len(curve["outside"]) for curve in record["series"])
+    figure, rows = panels(len(record["series"]), 1, max(5.5, 2.2 + 0.55 * most), 3.9)
+    lowest = min(_lowest(curve) for curve in record["series"])
+    for (axes,), curve in zip(rows, record["series"], strict=True):
+        _draw_boxes(axes, curve) if len(curve["classes"]) <= NAMED else _draw_band(axes, curve)
+        seeds = f" · {len(curve['seeds'])} seeds pooled" if len(curve["seeds"]) > 1 else ""
+        axes.set_title(f"{curve['label']} · test split, {sum(curve['count']):,} images{seeds}", fontsize=9)
         axes.set_ylabel("confidence, accuracy (%)")
         axes.set_ylim(lowest, 108)
         axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
-def _lowest(one: Record) -> float:
-    values = [value for row in one["quantiles"] for value in row] + one["accuracy"]
-    values += [value for other in one["outside"].values() for value in other["quantiles"]]
+def _lowest(curve: Record) -> float:
+    values = [value for row in curve["quantiles"] for value in row] + curve["accuracy"]
+    values += [value for other in curve["outside"].values() for value in other["quantiles"]]
     return float(max(0, 10 * math.floor(10 * min(value for value in values if value is not None) - 0.2)))
 
 
-def _draw_boxes(axes: Any, one: Record) -> None:
-    known = [place for place, count in enumerate(one["count"]) if count]
-    boxes = [_box(one["mean"][k], one["quantiles"][k]) for k in known]
-    boxes += [_box(other["mean"], other["quantiles"]) for other in one["outside"].values()]
-    places = [*range(len(known)), *(len(known) + 0.5 + k for k in range(len(one["outside"])))]
-    drawn = axes.bxp(boxes, places, widths=0.6, showfliers=False, patch_artist=True, manage_ticks=False)
-    for place, patch in enumerate(drawn["boxes"]):
-        patch.set(facecolor=COLOURS[0] if place < len(known) else COLOURS[3], alpha=0.55)
+def _draw_boxes(axes: Any, curve: Record) -> None:
+    present = [position for position, count in enumerate(curve["count"]) if count]
+    boxes = [_box(curve["mean"][k], curve["quantiles"][k]) for k in present]
+    boxes += [_box(other["mean"], other["quantiles"]) for other in curve["outside"].values()]
+    positions = [*range(len(present)), *(len(present) + 0.5 + k for k in range(len(curve["outside"])))]
+    drawn = axes.bxp(boxes, positions, widths=0.6, showfliers=False, patch_artist=True, manage_ticks=False)
+    for position, patch in enumerate(drawn["boxes"]):
+        patch.set(facecolor=COLOURS[0] if position < len(present) else COLOURS[3], alpha=0.55)
     for line in drawn["medians"]:
         line.set(color="black")
-    for place, box in zip(places, boxes, strict=True):
-        axes.text(place, 101.5, f"{box['mean']:.1f}", ha="center", va="bottom", fontsize=7)
-    axes.plot(known and places[: len(known)], [100 * one["accuracy"][k] for k in known], "D", color=COLOURS[1],
-              markersize=5, label="accuracy", zorder=4)  # fmt: skip
-    _explain(axes, bool(one["outside"]))
-    names = [one["classes"][k] for k in known] + [_short(name) for name in one["outside"]]
+    for position, box in zip(positions, boxes, strict=True):
+        axes.text(position, 101.5, f"{box['mean']:.1f}", ha="center", va="bottom", fontsize=7)
+    accuracy = [100 * curve["accuracy"][k] for k in present]
+    axes.plot(positions[: len(present)], accuracy, "D", color=COLOURS[1], markersize=5, label="accuracy", zorder=4)
+    _explain(axes, bool(curve["outside"]))
+    names = [curve["classes"][k] for k in present] + [_short(name) for name in curve["outside"]]
     upright = max(map(len, names)) <= 6
-    axes.set_xticks(places, names, rotation=0 if upright else 35, ha="center" if upright else "right", fontsize=8)
-    axes.set_xlabel("true class" + (", and images from elsewhere" if one["outside"] else ""))
+    axes.set_xticks(positions, names, rotation=0 if upright else 35, ha="center" if upright else "right", fontsize=8)
+    axes.set_xlabel("true class" + (", and images from elsewhere" if curve["outside"] else ""))
 
 
 def _explain(axes: Any, outside: bool) -> None:
@@ -129,26 +129,28 @@ def _explain(axes: Any, outside: bool) -> None:
     axes.plot([], [], " ", label="above: mean confidence")
 
 
-def _draw_band(axes: Any, one: Record) -> None:
+def _draw_band(axes: Any, curve: Record) -> None:
     # Too many classes to name: from the worst to the best.
-    known = sorted((k for k, count in enumerate(one["count"]) if count), key=lambda k: one["accuracy"][k])
-    rank = np.arange(len(known))
-    low, quarter, median, third, high = (100 * np.array([one["quantiles"][k][q] for k in known]) for q in range(5))
+    present = sorted((k for k, count in enumerate(curve["count"]) if count), key=lambda k: curve["accuracy"][k])
+    rank = np.arange(len(present))
+    low, quarter, median, third, high = (100 * np.array([curve["quantiles"][k][q] for k in present]) for q in range(5))
     axes.fill_between(rank, low, high, color=COLOURS[0], alpha=0.15, lw=0, label="confidence: 5 % to 95 %")
     axes.fill_between(rank, quarter, third, color=COLOURS[0], alpha=0.35, lw=0, label="confidence: quartiles")
     axes.plot(rank, median, color=COLOURS[0], lw=1, label="confidence: median")
-    axes.plot(rank, [100 * one["mean"][k] for k in known], "--", color="black", lw=1, label="confidence: mean")
-    axes.plot(rank, [100 * one["accuracy"][k] for k in known], ".", color=COLOURS[1], markersize=4, label="accuracy")
-    for number, (name, other) in enumerate(one["outside"].items()):
-        place = len(known) * (1.04 + 0.06 * number)
-        how = {"widths": 0.035 * len(known), "patch_artist": True, "showfliers": False, "manage_ticks": False}
-        box = axes.bxp([_box(other["mean"], other["quantiles"])], [place], **how)
+    axes.plot(rank, [100 * curve["mean"][k] for k in present], "--", color="black", lw=1, label="confidence: mean")
+    axes.plot(
+        rank, [100 * curve["accuracy"][k] for k in present], ".", color=COLOURS[1], markersize=4, label="accuracy"
+    )
+    for number, (name, other) in enumerate(curve["outside"].items()):
+        position = len(present) * (1.04 + 0.06 * number)
+        style = {"widths": 0.035 * len(present), "patch_artist": True, "showfliers": False, "manage_ticks": False}
+        box = axes.bxp([_box(other["mean"], other["quantiles"])], [position], **style)
         box["boxes"][0].set(facecolor=COLOURS[3], alpha=0.55)
         box["medians"][0].set(color="black")
-        axes.text(place, 101.5, _short(name), ha="center", va="bottom", fontsize=7)
+        axes.text(position, 101.5, _short(name), ha="center", va="bottom", fontsize=7)
         label = None if number else "of images from\nelsewhere"
         axes.bar([0], [0], color=COLOURS[3], alpha=0.55, label=label)
-    axes.set_xlabel(f"{len(known)} true classes, by accuracy")
+    axes.set_xlabel(f"{len(present)} true classes, by accuracy")
 
 
 def _box(mean: float, quantiles: list[float]) -> dict[str, Any]:
