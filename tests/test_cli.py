@@ -143,8 +143,14 @@ def test_the_run_folder_repeats_the_recipe(trained, place):
 
 
 def test_recipes_are_listed_and_shown(tmp_path):
-    listed = called("recipes")
-    assert [line.split()[0] for line in listed.splitlines()] == list(packaged())
+    general, families = called("recipes").split("\n\n")
+    assert [line.split()[0] for line in general.splitlines()] == [name for name in packaged() if "/" not in name]
+    for line in families.splitlines()[1:]:  # each count is that of the list it leads to
+        family, count = line.split()[:2]
+        listed = called("recipes", "list", family)
+        assert [line.split()[0] for line in listed.splitlines()] == [n for n in packaged() if family in n]
+        assert int(count) == len(listed.splitlines())
+    assert sum("/" in name for name in packaged()) == sum(int(x.split()[1]) for x in families.splitlines()[1:])
     assert {item["name"] for item in json.loads(called("recipes", "--json"))} == set(packaged())
     path = tmp_path / "shown.toml"
     path.write_text(called("recipes", "mutual/digits-ours"))
@@ -597,9 +603,15 @@ def test_the_end_of_a_key_is_enough_to_be_told_the_whole(capsys, place):
     assert found == "--over lr: there is no key 'lr'; did you mean 'stages.*.optimizer.lr'?"
 
 
-@pytest.mark.parametrize("words", [["show"], ["frob", "mutual/ours"], ["list", "mutual/ours"], ["show", "a", "b"]])
+@pytest.mark.parametrize("words", [["show"], ["frob", "mutual/ours"], ["list", "a", "b"], ["show", "a", "b"]])
 def test_recipes_takes_list_or_show(capsys, words):
-    assert refused(capsys, "recipes", *words).endswith("expected 'list' or 'show NAME'")
+    assert refused(capsys, "recipes", *words).endswith("expected 'list', 'list TEXT' or 'show NAME'")
+
+
+def test_a_text_that_no_recipe_has_is_refused(capsys):
+    assert (
+        refused(capsys, "recipes", "list", "zzz") == "no recipe has 'zzz' in its name; 'peerbayes recipes' lists them"
+    )
 
 
 def test_recipes_show_prints_a_recipe():

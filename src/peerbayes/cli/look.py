@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,31 +21,47 @@ from peerbayes.importing import in_run, trust_runs
 def recipes(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[list | show NAME]", help="List recipes, or show one.", autocompletion=recipe_words),
+        typer.Argument(
+            metavar="[list [TEXT] | show NAME]",
+            help="List the general recipes, or those with a text in their names, or show one.",
+            autocompletion=recipe_words,
+        ),
     ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """List the recipes, or show one with all its defaults."""
+    """List the recipes, or show one with all its defaults.
+
+    The general ones come first, for your data; those of the papers are listed by a part of their names.
+    """
     from peerbayes.recipes.packaged import packaged
     from peerbayes.recipes.recipe import load_recipe
 
     trust_runs(trust)
     words = words or ["list"]
-    if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] != "show"):
-        raise InputError(f"recipes {' '.join(words)}: expected 'list' or 'show NAME'")
-    if words != ["list"]:
+    if len(words) > 2 or words == ["show"] or (len(words) == 2 and words[0] not in ("list", "show")):
+        raise InputError(f"recipes {' '.join(words)}: expected 'list', 'list TEXT' or 'show NAME'")
+    if words[0] != "list":
         with in_run():  # a shown recipe may come from anybody
             recipe = load_recipe(words[-1])
         say(recipe.model_dump_json(indent=1) if as_json else recipe.to_toml())
         return
-    recipes_by_name = {key: load_recipe(key) for key in packaged()}
+    text = words[1] if len(words) == 2 else None
+    names = [name for name in packaged() if (text in name if text is not None else as_json or "/" not in name)]
+    if not names:
+        raise InputError(f"no recipe has '{text}' in its name; 'peerbayes recipes' lists them")
+    listed = {name: load_recipe(name) for name in names}
     if as_json:
-        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in recipes_by_name.items()]))
+        say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in listed.items()]))
         return
-    width = max(map(len, recipes_by_name))
-    for key, recipe in recipes_by_name.items():
-        say(f"{key:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
+    width = max(map(len, listed))
+    for name, recipe in listed.items():
+        say(f"{name:<{width}}  {recipe.title}" + (f"  ({recipe.reproduces})" if recipe.reproduces else ""))
+    if text is None:
+        families = Counter(name.split("/")[0] for name in packaged() if "/" in name)
+        say("\nOf the papers, and what they are compared with; `peerbayes recipes list mutual` lists a family:")
+        for family, count in families.items():
+            say(f"{family + '/':<{width}}  {count} recipes")
 
 
 def evaluate(
