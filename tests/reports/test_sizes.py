@@ -22,6 +22,8 @@ from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import load_data
 from peerbayes.reports.file_sizes import paper_count, size_table
+from peerbayes.runs.run import Run
+from peerbayes.training.reporters import waiting
 
 SMALL = ["stages.0.epochs=1", "evaluation.draws=3", "data.batch_size=600", "gradient_share_every=0"]
 
@@ -117,6 +119,18 @@ def test_predictions_that_take_long_have_a_bar_on_a_terminal(runs):
     assert b"predicting" in shown[-1.0]
     assert b"100%" in shown[-1.0]
     assert b"predicting" not in shown[60.0]
+
+
+@pytest.mark.parametrize(
+    ("patience", "quiet", "shown"), [(-1.0, False, True), (60.0, False, False), (-1.0, True, False)]
+)
+def test_predictions_that_take_long_have_lines_elsewhere(runs, capsys, patience, quiet, shown):
+    run = Run(runs / "point")
+    with waiting(quiet, patience):
+        run.predict_split("net", run.data().test, 1, torch.device("cpu"))
+    found = capsys.readouterr().err
+    assert ("predicting: 100%" in found) is shown
+    assert ("predicting" in found) is shown
 
 
 def test_parts_of_a_shared_file_are_those_of_its_tensors(runs, accounts):

@@ -140,10 +140,21 @@ def _has_widgets() -> bool:
 
 @contextlib.contextmanager
 def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
-    """Show to whoever looks how far predictions within the block are, where one takes longer than some seconds."""
+    """Show the progress of predictions within the block that take longer than ``patience`` seconds.
+
+    On a terminal and in a notebook that is a bar; elsewhere a line after 20 times as long, and after as long again.
+
+    Args:
+        quiet: show nothing.
+        patience: seconds before the bar is shown.
+    """
     console = Console(file=sys.stderr)
-    if quiet or not (console.is_terminal or (console.is_jupyter and _has_widgets())):
+    if quiet:
         yield
+        return
+    if not (console.is_terminal or (console.is_jupyter and _has_widgets())):
+        with watched(_Lines(20 * patience)):
+            yield
         return
     progress = Progress(console=console, transient=True)
     task = progress.add_task("predicting")
@@ -163,6 +174,28 @@ def waiting(quiet: bool = False, patience: float = 1.0) -> Iterator[None]:
             yield
     finally:
         progress.stop()
+
+
+class _Lines(Watcher):
+    """Say now and then in a line how much of a prediction is done.
+
+    Args:
+        seconds: between two lines, and before the first.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def begin(self, passes: int) -> None:
+        """Start anew."""
+        self._passes, self._done, self._since = passes, 0.0, time.monotonic()
+
+    def advance(self, passes: float) -> None:
+        """Count, and say so if it is time."""
+        self._done += passes
+        if time.monotonic() - self._since > self.seconds:
+            self._since = time.monotonic()
+            print(f"predicting: {min(1.0, self._done / self._passes):.0%}", file=sys.stderr, flush=True)
 
 
 class _Board:
