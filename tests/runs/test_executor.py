@@ -154,7 +154,7 @@ def test_arrays_in_memory_are_learnt_as_the_same_arrays_in_a_file_are(given, pla
     p = runs[1]["a"].predict(torch.from_numpy(arrays["test_images"])[:, None], record["draws"], name="a")
     with pytest.raises(InputError, match=r"images have shape \(5, 8, 8\), expected \(N, 1, 8, 8\)"):
         runs[1]["a"].predict(torch.rand(5, 8, 8))
-    with pytest.raises(InputError, match=r"can't take images of shape \(1, 9, 9\), it was trained on shape \(1, 8, 8\)"):
+    with pytest.raises(InputError, match=r"can't take images of shape \(1, 9, 9\), it was trained on .* \(1, 8, 8\)"):
         peers["a"].predict(torch.rand(5, 1, 9, 9))
     assert record["dataset"] == "mine"
     assert record["peers"][0]["accuracy"] == float((p.classes == pairs["test"][1]).double().mean())
