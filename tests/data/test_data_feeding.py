@@ -18,7 +18,7 @@ from PIL import Image
 from peerbayes.data import ArraySplit, FolderSplit, feed, load, load_images, order
 from peerbayes.data import loader as module
 from peerbayes.data.datasets import formats
-from peerbayes.data.splits import held_out
+from peerbayes.data.splits import JoinedSplit, held_out
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address
 
@@ -558,3 +558,15 @@ def test_gpu_feeds_share_one_copy():
     del sources
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_joined_split_hands_out_the_items_of_its_parts():
+    one, two = array_split(), array_split(9)
+    joined = JoinedSplit((one, two))
+    images, labels = torch.cat([one.images, two.images]), torch.cat([one.labels, two.labels])
+    assert len(joined) == 32
+    assert torch.equal(joined.labels, labels)
+    for index in (torch.tensor([30, 2, 22, 23, 2, 0]), torch.tensor([31]), torch.arange(32)):
+        found = joined.batch(index, CPU)
+        assert torch.equal(found[0], images[index])
+        assert torch.equal(found[1], labels[index])

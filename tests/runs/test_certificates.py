@@ -315,6 +315,24 @@ def test_data_given_as_an_object_certify_as_they_were_learnt(trained, tmp_path):
         pb.calibrate(mine, {"train": test}, coverage=0.5, device="cpu")
 
 
+def test_other_images_without_splits_all_certify(trained, tmp_path):
+    test = trained.data().test
+    images, labels = (part[:200].numpy() for part in test.batch(torch.arange(len(test)), torch.device("cpu")))
+    short = ["peers.*.network=mlp", "stages.0.epochs=1", "stages.0.warmup=0", "data.validation=0"]
+    mine = pb.train("plain", tmp_path / "run", data="digits", overrides=short, device="cpu")
+    found = pb.calibrate(mine, (images, labels), coverage=0.5, device="cpu").certificate
+    assert (found.fitted, found.images) == (50, 150)
+    np.savez(tmp_path / "unsplit.npz", train_images=images, train_labels=labels)
+    called("calibrate", mine.folder, "--data", tmp_path / "unsplit.npz", "--coverage", "0.5", *CPU)
+    assert Run(mine.folder).certificate.images == 150
+    own = {"train_images": images[:50], "train_labels": labels[:50]}
+    np.savez(tmp_path / "others.npz", **own, test_images=images[50:], test_labels=labels[50:])
+    called("calibrate", mine.folder, "--data", tmp_path / "others.npz", "--coverage", "0.5", *CPU)
+    assert Run(mine.folder).certificate.images == 112  # of the test split alone
+    with pytest.raises(InputError, match="has no validation split to fit temperatures on"):
+        pb.calibrate(mine, "digits", device="cpu")  # what it has learnt
+
+
 def test_predictions_that_are_not_promised_are_one_sentence(run, capsys):
     images, _ = on_test(run)
     pb.calibrate(run, risk=0.1, device="cpu")

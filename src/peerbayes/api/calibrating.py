@@ -13,7 +13,7 @@ from typing import Any, cast, overload
 import torch
 
 from peerbayes.data.dataset import Dataset, load
-from peerbayes.data.splits import Split
+from peerbayes.data.splits import JoinedSplit, Split
 from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.guarantees import Promises
@@ -97,8 +97,9 @@ def calibrate(
     Args:
         source: a finished run, its folder, or a weights file of a run: its weights files and run.json keep the
             temperatures, each peer's and that of all as one. Or a posterior, in memory alone until it is saved.
-        data: a data set with a validation split, or what `peerbayes.data.load` takes; by default what the run has
-            learnt.
+        data: a data set, or what `peerbayes.data.load` takes, such as a folder of labelled images, of which nothing was
+            learnt. Its validation split is used, else its test split, else everything. By default what the run has
+            learnt, which must have a validation split.
         coverage: promise sets that hold the true class with this probability.
         risk: promise that at most this share of the answers is wrong.
         delta: chance that the risk is larger all the same.
@@ -306,7 +307,10 @@ def keep_together(run: Run, temperature: float, certificate: Certificate | None 
 
 
 def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Promises) -> tuple[Dataset, Split]:
-    """Return the data that were given, or that a run has learnt, and their validation split."""
+    """Return the data that were given, or that a run has learnt, and the inputs to calibrate by.
+
+    Those are the validation split. Of other data without one it is the test split, or everything where there is none.
+    """
     chosen = _chosen_by(run) if run is not None and promises.any else None
     if chosen is not None and data is None:
         raise InputError(chosen)
@@ -326,12 +330,14 @@ def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Pro
         run.refuse_strange(loaded, sizes=False)
         if chosen is not None and _are_its_own(loaded, run, root):
             raise InputError(chosen)
-    if loaded.validation is None:
+    if loaded.validation is not None:
+        return loaded, loaded.validation
+    if data is None or isinstance(data, Mapping) or (run is not None and _are_its_own(loaded, run, root)):
         raise InputError(
-            f"{loaded.name}: has no validation split to fit temperatures on; train with data.validation, or give data "
-            "with one (peerbayes.data.load(name, validation=0.1)) of which nothing was learnt"
+            f"{loaded.name}: has no validation split to fit temperatures on; train with data.validation, or give other "
+            "data, of which nothing was learnt: --data, or data=... in Python"
         )
-    return loaded, loaded.validation
+    return loaded, JoinedSplit((loaded.train, loaded.test)) if loaded.unsplit else loaded.test
 
 
 def _chosen_by(run: Run) -> str | None:

@@ -71,6 +71,7 @@ class Dataset:
         vectors: word vectors for networks to start from, where the options of the texts name some.
         stats: whose mean and deviation these are, where others than the data's own were asked for.
         notes: what was cut, or left out, a sentence each.
+        unsplit: whether the data had no test split, so that a part of the training split is it.
         origin: what `load` makes it of again: its options by name, with full paths; None for an object.
 
     Example:
@@ -94,6 +95,7 @@ class Dataset:
     vectors: WordVectors | None = None
     stats: Literal["imagenet"] | None = None
     notes: tuple[str, ...] = ()
+    unsplit: bool = False
     origin: Mapping[str, Any] | None = None
 
     @property
@@ -315,6 +317,7 @@ def _image_data(
         std=std,
         soft_labels=found.soft_labels,
         notes=(*found.notes, *cut),
+        unsplit=found.test is None,
     )
 
 
@@ -345,6 +348,7 @@ def _text_data(
         vocabulary=vocabulary,
         vectors=vectors,
         notes=(*found.notes, *cut),
+        unsplit=found.test is None,
     )
 
 

@@ -223,6 +223,45 @@ class ArraySplit:
 
 
 @dataclass(frozen=True, eq=False)
+class JoinedSplit:
+    """Several splits of one data set, one after the other.
+
+    Args:
+        parts: with labels.
+    """
+
+    parts: tuple[Split, ...]
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of all parts, (N,)."""
+        return torch.cat([part.labels for part in self.parts if part.labels is not None])
+
+    def __len__(self) -> int:
+        """Number of items of all parts."""
+        return sum(map(len, self.parts))
+
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See :meth:`Split.batch`.
+
+        Args:
+            index: int64 (B,).
+            device: where the batch is wanted.
+        """
+        places, items, labels, before = [], [], [], 0
+        for part in self.parts:
+            place = ((index >= before) & (index < before + len(part))).nonzero().flatten()
+            if len(place):
+                found = part.batch(index[place] - before, device)
+                places.append(place)
+                items.append(found[0])
+                labels.append(found[1])
+            before += len(part)
+        order = torch.cat(places).argsort().to(device)
+        return torch.cat(items)[order], torch.cat(labels)[order]
+
+
+@dataclass(frozen=True, eq=False)
 class FolderSplit:
     """Image files, decoded on demand by a few threads into RGB: centres by `batch`, random boxes by `crops`.
 
