@@ -349,20 +349,32 @@ def test_start_from_another_network_names_file_and_tensor(what, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
-def test_pickled_weights_are_never_opened(suffix, tmp_path):
+def test_pickled_weights_are_read_without_their_code(suffix, tmp_path):
     path = tmp_path / f"weights{suffix}"
-    torch.save(net().state_dict(), path)
-    with pytest.raises(InputError, match=rf"weights\{suffix}: pickled weights are not supported.*safetensors"):
+    trained = net(5)
+    torch.save({"epoch": 3, "state_dict": trained.state_dict()}, path)
+    for start_from in (path, str(path)):
+        made = Point(net(), start_from=start_from).materialise().state_dict()
+        assert same(made, trained.state_dict())
+    torch.save({"weight": Trap(tmp_path / "sprung")}, path)
+    with pytest.raises(InputError, match=rf"weights\{suffix}: it holds more than tensors; save the weights alone"):
         Point(net(), start_from=path)
+    assert not (tmp_path / "sprung").exists()
+
+
+class Trap:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (exec, (f"open({str(self.path)!r}, 'w')",))
 
 
 def test_a_pickle_under_a_safetensors_name_is_not_unpickled(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (exec, (f"open({str(tmp_path / 'sprung')!r}, 'w')",))
-
     path = tmp_path / "trap.safetensors"
-    torch.save({"weight": Trap()}, path)
+    torch.save({"weight": Trap(tmp_path / "sprung")}, path)
     with pytest.raises(InputError, match=r"trap\.safetensors: not a readable safetensors file"):
         Point(net(), start_from=path)
     assert not (tmp_path / "sprung").exists()

@@ -321,6 +321,17 @@ def test_what_is_wrong_with_arrays_is_one_sentence(arrays, told, tmp_path, capsy
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize("labels", [("1.0", "0.0"), ("1.000000000000000000e+00", "0e0")])
+def test_labels_may_be_whole_numbers_as_numpy_and_pandas_write_them(labels, tmp_path):
+    rows = [".25,.75,{}", ".5,.5,{}"]
+    found = []
+    for number, cells in enumerate((("1", "0"), labels)):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("\n".join(["a,b,label", *(row.format(label) for row, label in zip(rows, cells, strict=True))]))
+        found.append(pb.judge(path)[0]["peers"][0]["nll"])
+    assert found[0] == found[1] == pytest.approx(-(math.log(0.75) + math.log(0.5)) / 2)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -331,6 +342,7 @@ def test_what_is_wrong_with_arrays_is_one_sentence(arrays, told, tmp_path, capsy
         ("a,b,label\n.5,x,0\n", "row 2, column 'b': 'x' is not a number"),
         ("a,b,label\n.5,,0\n", "row 2, column 'b': '' is not a number"),
         ("a,b,label\n.5,.5,0\n.5,.5\n", "row 3: has 2 cells, expected 3 as in the first row"),
+        ("a,b,label\n.5,.5,1.5\n", "row 2: label '1.5' is neither the heading of a class nor a whole number"),
         ("a,b,label\n.5,.5,bird\n", "row 2: label 'bird' is neither the heading of a class nor a whole number"),
         ("a,b,label\n.5,.5,7\n", "labels, row 0 is 7, expected classes from 0 to 1"),
         ("a,b,label\n2,3,1\n", "probabilities, row 0 adds to 5, expected 1 (are these logits?)"),

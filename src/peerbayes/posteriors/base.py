@@ -15,6 +15,7 @@ from peerbayes.importing import in_run
 from peerbayes.math.noise import Address, format_of, seed_of
 from peerbayes.networks.normalisation import describe, normalization_of, restore
 from peerbayes.networks.running import capture
+from peerbayes.networks.weights_files import PICKLED, fitted, read_checkpoint
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.flat_network import FlatNetwork, Provenance, Weights
@@ -335,6 +336,10 @@ class Posterior(PosteriorKind, FlatNetwork):
 
 def _state_in(path: Path, network: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return what a file says beside its tensors, None for a plain state dict, and its mean weights."""
+    if path.suffix in PICKLED:
+        state = read_checkpoint(path)
+        assert state is not None  # those of peerbayes are not pickled
+        return None, fitted(state, network, path, new_head=False)
     about, tensors = storage.read_state(path)
     if about is None or about.get("kind") in (None, "point", "mean_field"):
         return about, tensors

@@ -218,8 +218,6 @@ def read_state(path: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
 
     Of kinds that make their means of other tensors, these have to be made first: see `Posterior.load`.
     """
-    if path.suffix in {".pt", ".pth", ".bin", ".ckpt"}:
-        raise InputError(f"{path}: pickled weights are not supported; save them with safetensors.torch.save_file")
     tensors, metadata = _read_any(path)
     if "peerbayes" not in metadata:
         return None, tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 import re
 import zipfile
 import zlib
@@ -180,9 +181,16 @@ def _columns(path: Path, header: Sequence[str], label: int, logits: bool) -> tup
 
 
 def _whole(path: Path, number: int, cell: str) -> int:
-    if not re.fullmatch(r"-?\d{1,18}", cell):
+    """Return a label that is a whole number, also as numpy and pandas write them: ``2.0``, ``2.000e+00``."""
+    if re.fullmatch(r"-?\d{1,18}", cell):
+        return int(cell)
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not (value.is_integer() and abs(value) < 1e15):
         raise InputError(f"{path}, row {number}: label '{cell}' is neither the heading of a class nor a whole number")
-    return int(cell)
+    return int(value)
 
 
 def _taken(origin: str, given: Mapping[str, Any]) -> Predictions:
