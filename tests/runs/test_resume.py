@@ -413,6 +413,9 @@ def test_occupied_folder_needs_resume(place, copied):
     before = {path.name: path.read_bytes() for path in copied.iterdir()}
     with pytest.raises(InputError, match="already holds a run; add --resume"):
         train(load_recipe(place / "all.toml"), copied, device="cpu")
+    other = load_recipe(place / "all.toml", ["data.name=cifar10"])
+    with pytest.raises(InputError, match=r"holds a run on '.*', not 'cifar10'; choose another folder \(--run FOLDER\)"):
+        train(other, copied, device="cpu")  # which could not be resumed
     assert {path.name: path.read_bytes() for path in copied.iterdir()} == before
 
 

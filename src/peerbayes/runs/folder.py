@@ -55,10 +55,13 @@ def refuse_occupied(job: Job, resume: bool) -> None:
         if strange or (folder.is_dir() and any(folder.iterdir()) and not resume):
             raise InputError(f"{folder}: the folder is not empty and holds no run; choose another one")
         return
+    before = Run(folder)
     if not resume:
+        data, other = job.recipe.data.name, before.recipe.data.name
+        if data != other:
+            raise InputError(f"{folder}: holds a run on '{other}', not '{data}'; choose another folder (--run FOLDER)")
         how = "add --resume (resume=True in Python) to go on with it, or choose another folder"
         raise InputError(f"{folder}: already holds a run; {how}")
-    before = Run(folder)
     if before.seed != job.seed:
         raise InputError(f"{folder}: holds a run of seed {before.seed}, not {job.seed}")
     if before.recipe != job.recipe:
