@@ -609,9 +609,7 @@ def test_recipes_takes_list_or_show(capsys, words):
 
 
 def test_a_text_that_no_recipe_has_is_refused(capsys):
-    assert (
-        refused(capsys, "recipes", "list", "zzz") == "no recipe has 'zzz' in its name; 'peerbayes recipes' lists them"
-    )
+    assert refused(capsys, "recipes", "list", "zzz") == "no recipe has 'zzz' in its name; see 'peerbayes recipes list'"
 
 
 def test_recipes_show_prints_a_recipe():

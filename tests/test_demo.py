@@ -86,7 +86,7 @@ def test_differences_are_paired_and_marked_by_a_t_test(shown):
 
     head, *lines = demo.differences(shown[1])
     assert [line[0] for line in lines] == list(demo.WAYS)[2:]
-    assert head[1:] == ["NLL", "shift NLL"]
+    assert head[1:] == ["NLL", "NLL, corrupted"]
     for way, nll, _ in lines:
         if demo.WAYS[way]:
             one, other = figures(way), figures(demo.TEMPERED)
@@ -118,8 +118,8 @@ def test_it_says_who_is_ahead(shown):
         return {"seed": seed, "rows": rows, "ship": {"who": shipped}}
 
     assert demo.findings([record(seed, "Bayesian + temperature") for seed in range(3)])[-1] == (
-        "Ahead of plain + temperature by more than a standard error in both: adopted: what it ships; "
-        "one Bayesian + temperature."
+        "Ahead of plain + temperature by more than a standard error in both: what adopt ships; "
+        "one Bayesian network + temperature."
     )
     said = demo.findings([record(seed, "plain") for seed in range(3)])[-1]
-    assert said.endswith("in both: one Bayesian + temperature. What `adopt` ships is not.")
+    assert said.endswith("in both: one Bayesian network + temperature. What adopt ships is not.")

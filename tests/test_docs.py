@@ -56,6 +56,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_indented_commands_begin_where_their_block_does(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^ {5,}(?:peerbayes |pip |(?:\w+ = )?pb\.).*$", text, re.MULTILINE) == []
+
+
 def test_the_recipe_reference_says_what_every_key_of_the_tables_means():
     rows = re.findall(r"^\| `([^`]+)` \| (.*) \| (.*) \| (.*) \|$", pages.recipe_reference(), re.MULTILINE)
     keys = {key: meaning for key, _, _, meaning in rows}

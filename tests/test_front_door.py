@@ -167,7 +167,7 @@ def test_runs_that_a_recipe_starts_from_take_the_other_data_and_their_classes(fo
 
 def test_what_is_missing_is_said(tmp_path, capsys):
     assert refused(capsys, "train") == (
-        "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
+        "train: name a recipe (see 'peerbayes recipes list'), or give images or texts: --data FOLDER"
     )
     assert refused(capsys, "train", "--data").startswith("Option '--data' requires an argument. An image folder, texts")
     assert refused(capsys, "train", "--data", tmp_path / "none").startswith(f"no data set '{tmp_path / 'none'}'")

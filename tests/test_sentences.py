@@ -43,7 +43,7 @@ def place(tmp_path, monkeypatch):
     [
         # --data
         ("train --data", f"Option '--data' requires an argument. {WHAT}; see --help"),
-        ("train", "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"),
+        ("train", "train: name a recipe (see 'peerbayes recipes list'), or give images or texts: --data FOLDER"),
         ("train my-images", "train my-images: expected a recipe; data are given by --data my-images"),
         ("train texts.csv", "train texts.csv: expected a recipe; data are given by --data texts.csv"),
         ("train --data my-image", "no data set 'my-image': not a known name, and neither my-image nor data/my-image "

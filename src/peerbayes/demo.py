@@ -25,14 +25,14 @@ TRAIN, VALIDATION = 300, 500  # digits to learn and to choose by; the other 997 
 NETWORK, EPOCHS, MORE = "resnet8", 60, 20  # of the plain network, and of all that is made of it
 OUTSIDE = "photographs"
 PAIR = "two plain networks"
-TEMPERED, SHIPPED = "plain + temperature", "adopted: what it ships"
+TEMPERED, SHIPPED = "plain + temperature", "what adopt ships"
 WAYS = {  # rows of the table, by their names in the rows of an adoption
     "plain": "plain",
     TEMPERED: TEMPERED,
-    "plain, trained on + temperature": "plain, trained on + temperature",
+    f"plain, {MORE} more epochs + temperature": "plain, trained on + temperature",
     SHIPPED: "",
-    "  one Bayesian + temperature": "Bayesian + temperature",
-    "  two peers + temperature": "ensemble of peers + temperature",
+    "one Bayesian network + temperature": "Bayesian + temperature",
+    "two peers + temperature": "ensemble of peers + temperature",
     f"{PAIR} + temperature": f"{PAIR} + temperature",
 }
 Figure = Callable[[Record], float | None]
@@ -41,11 +41,11 @@ COLUMNS: Mapping[str, tuple[Figure, float]] = {
     "NLL": (lambda row: row["nll"], 1),
     "ECE": (lambda row: row["ece"], 1),
     f"surest {100 * float(KEPT):g} %": (lambda row: row["kept_accuracy"], 100),
-    "shift NLL": (lambda row: row["corrupted"]["nll"], 1),
-    "shift ECE": (lambda row: row["corrupted"]["ece"], 1),
+    "NLL, corrupted": (lambda row: row["corrupted"]["nll"], 1),
+    "ECE, corrupted": (lambda row: row["corrupted"]["ece"], 1),
     "OOD AUROC": (lambda row: row["auroc"], 1),
 }
-COMPARED = ("NLL", "shift NLL")
+COMPARED = ("NLL", "NLL, corrupted")
 
 
 def few_digits() -> Dataset:
@@ -147,10 +147,10 @@ def _difference(records: Sequence[Record], way: str, heading: str) -> PairedDiff
 def findings(records: Sequence[Record]) -> list[str]:
     """Return what the marks mean, what was shipped, and who is ahead of the temperature by more than an error."""
     shipped = "; ".join(f"seed {record['seed']}: {record['ship']['who']}" for record in records)
-    ahead = [way.strip() for way in list(WAYS)[2:] if all(_ahead(records, way, heading) for heading in COMPARED)]
+    ahead = [way for way in list(WAYS)[2:] if all(_ahead(records, way, heading) for heading in COMPARED)]
     best = f"Ahead of {TEMPERED} by more than a standard error in both: {'; '.join(ahead) or 'nothing'}."
     if SHIPPED not in ahead:
-        best += " What `adopt` ships is not."
+        best += " What adopt ships is not."
     return [
         f"ACC in percent; mean ± standard error over {len(records)} seeds; *: p < .05 in a paired t-test.",
         f"Shipped, by {VALIDATION} validation images: {shipped}.",

@@ -385,7 +385,7 @@ def test_a_teacher_that_a_recipe_names_and_that_is_not_there_is_called_what_it_l
     sentences = {place: f"there is no run folder or weights file '{place}'" for place in places}
     sentences["runs"] = "runs: not a run folder (it has no recipe.toml)"
     sentences["distillation/kdd"] = "there is no recipe 'distillation/kdd'; did you mean 'distillation/kd'?"
-    sentences["nobody"] = "there is no recipe 'nobody'; 'peerbayes recipes' lists them"
+    sentences["nobody"] = "there is no recipe 'nobody'; see 'peerbayes recipes list'"
     sentences["runs/a.toml"] = "runs/a.toml: no such recipe file"
     for given, sentence in sentences.items():
         found = refused(capsys, "train", "distillation/kd", *change(f"teachers.runs=['{given}']"), *QUIET)

@@ -351,7 +351,7 @@ def test_missing_recipes_are_named():
         load_recipe("nowhere/mine.toml")
     with pytest.raises(InputError, match=r"no recipe 'mutual/digits-our'; did you mean 'mutual/digits-ours'\?"):
         load_recipe("mutual/digits-our")
-    with pytest.raises(InputError, match=r"there is no recipe 'zzz'; 'peerbayes recipes' lists them"):
+    with pytest.raises(InputError, match=r"there is no recipe 'zzz'; see 'peerbayes recipes list'"):
         load_recipe("zzz")
 
 

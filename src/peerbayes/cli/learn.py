@@ -84,7 +84,7 @@ def train(
     ] = "auto",
     pack: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs trained side by side.", show_default="all on a GPU, 1 on a CPU"),
+        typer.Option(min=1, help="Runs trained side by side.", show_default="32 // (peers + 1) on a GPU, 1 on a CPU"),
     ] = None,
     synchronise: Annotated[
         bool,
@@ -105,9 +105,7 @@ def train(
 
     trust_runs(trust)
     if not recipes and data is None:
-        raise InputError(
-            "train: name a recipe ('peerbayes recipes' lists them), or give images or texts: --data FOLDER"
-        )
+        raise InputError("train: name a recipe (see 'peerbayes recipes list'), or give images or texts: --data FOLDER")
     recipes = recipes or []
     for given in map(Path, recipes):
         images = given.is_dir() and not is_recipe(str(given)) and not (given / "recipe.toml").exists()

@@ -49,7 +49,7 @@ def recipes(
     text = words[1] if len(words) == 2 else None
     names = [name for name in packaged() if (text in name if text is not None else as_json or "/" not in name)]
     if not names:
-        raise InputError(f"no recipe has '{text}' in its name; 'peerbayes recipes' lists them")
+        raise InputError(f"no recipe has '{text}' in its name; see 'peerbayes recipes list'")
     listed = {name: load_recipe(name) for name in names}
     if as_json:
         say(json.dumps([{"name": k, "title": r.title, "reproduces": r.reproduces} for k, r in listed.items()]))

@@ -296,7 +296,7 @@ def _find(recipe: Any) -> tuple[Path, str, str]:
     if path.suffix == ".toml":
         raise InputError(f"{path}: no such recipe file")
     near = nearest(str(recipe), known)
-    hint = near if near.startswith("; did") else "; 'peerbayes recipes' lists them"
+    hint = near if near.startswith("; did") else "; see 'peerbayes recipes list'"
     raise InputError(f"there is no recipe '{recipe}'{hint}")
 
 
