@@ -101,6 +101,7 @@ def train(
     """
     from peerbayes.api.fitting import PEERS, job_for
     from peerbayes.recipes.recipe import is_recipe
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
@@ -120,14 +121,14 @@ def train(
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
     many = seeds is not None or len(recipes) > 1
     asked: dict[str, Any] = {"data": data, "network": network, "epochs": epochs, "overrides": changes}
-    jobs = []
+    jobs, data_sets = [], DataCache(data_root)
     names: list[str | None] = [*recipes] or [None]
     for name in names:
         for number in numbers:
             folder = default_folder(name or PEERS, number) if name is not None or many else None
             if run is not None:
                 folder = run / (folder.name if len(recipes) > 1 and folder else f"seed{number}") if many else run
-            jobs.append(job_for(name, folder, number, root=data_root, **asked))
+            jobs.append(job_for(name, folder, number, data_sets=data_sets, **asked))
     _train_and_show(
         jobs,
         many,
