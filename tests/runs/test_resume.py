@@ -23,7 +23,8 @@ from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs import session
-from peerbayes.runs.folder import MetricsLog, lock, newest_checkpoint
+from peerbayes.runs.checkpoints import newest_checkpoint
+from peerbayes.runs.folder import MetricsLog, lock
 from peerbayes.training.learner import Learner
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")

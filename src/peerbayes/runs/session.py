@@ -26,15 +26,14 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs.checkpoints import newest_checkpoint, write_checkpoint
 from peerbayes.runs.folder import (
     OTHERS,
     MetricsLog,
     is_of_a_run,
     lock,
-    newest_checkpoint,
     origins_of,
     refuse_other_origins,
-    write_checkpoint,
 )
 from peerbayes.runs.loggers import loggers_named
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
