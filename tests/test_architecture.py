@@ -28,7 +28,7 @@ def test_many_are_named():
     [
         ("COLUMNS", "reports.tables"),
         ("AUGMENTATIONS", "data.transforms.augment"),
-        ("make_optimizer", "engine.stages"),
+        ("make_optimizer", "engine.optimizers"),
         ("Optimizer", "recipes.settings"),
     ],
 )

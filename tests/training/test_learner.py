@@ -14,7 +14,7 @@ from peerbayes import networks, terms
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, FolderSplit, augment, order, to_unit
 from peerbayes.engine.diagnostics import Position, note_shares
-from peerbayes.engine.stages import learning_rate
+from peerbayes.engine.optimizers import learning_rate
 from peerbayes.engine.step_parts import Clock
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.math.noise import Address

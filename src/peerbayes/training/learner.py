@@ -24,8 +24,9 @@ from peerbayes.data.loader import feed
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.diagnostics import Position, changes, is_still, note_shares, sampled, sentence
 from peerbayes.engine.engines import ENGINES, Eager, cause, pick
+from peerbayes.engine.optimizers import learning_rate
 from peerbayes.engine.processes import ALONE, World
-from peerbayes.engine.stages import StageState, learning_rate, of_term
+from peerbayes.engine.stages import StageState, of_term
 from peerbayes.engine.synchronised import synchronise_batch_norm
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError, reason
