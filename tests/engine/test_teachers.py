@@ -10,11 +10,13 @@ from torch import nn
 
 from learners import same
 from peerbayes.data import ArraySplit, Dataset, guidance, order, pair, to_unit
+from peerbayes.engine.perturbation import Passes, Perturbation
 from peerbayes.engine.teachers import Teachers, all_logits, run_plain
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.posteriors import MeanField, Point, RankOne
 from peerbayes.recipes.recipe import Recipe
+from peerbayes.recipes.settings import Perturb
 from peerbayes.training.learner import Learner
 from peerbayes.training.validation import EpochEvaluator
 
@@ -249,6 +251,14 @@ def test_no_teachers_at_all_are_refused():
 
 
 # ---- perturbation: how far ------------------------------------------------------------------------------------------
+
+
+def test_a_kind_that_no_step_is_for_is_an_error():
+    teachers = Teachers(points())
+    perturb = Perturbation(Perturb(kind="tdiv"), teachers, {}, 0)
+    perturb.kind = "another"
+    with pytest.raises(AssertionError, match="another"):
+        perturb(images(), 0, 0, Passes(teachers.tensors(0)))
 
 
 @pytest.mark.parametrize("kind", ["ods", "tdiv", "tdiv_sdiv", "bald"])

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from peerbayes.data.loader import Feed
 from peerbayes.data.transforms.mix import Mixer
+from peerbayes.engine.perturbation import Passes, Perturbation
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
 from peerbayes.engine.step_parts import Clock, Parts, learnt, norm_and_value, term_value
 from peerbayes.engine.synchronised import gather_batch
-from peerbayes.engine.teachers import Passes, Perturbation, Teachers
+from peerbayes.engine.teachers import Teachers
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.running import kept_buffers

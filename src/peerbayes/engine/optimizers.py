@@ -6,8 +6,8 @@ An optimiser is one of `torch.optim.Optimizer` whose steps can be captured in a 
   read on the host nor replaced.
 - All state of a parameter is in tensors of the parameter's shape, or scalar ones, counters too. `StageState.moments`
   writes those to checkpoints and nothing else; `StageState.load_state` refuses other shapes.
-- State that does not begin with zeros is made in the constructor: an engine tries a step before the first one, puts back
-  what was there, and zeroes the rest.
+- State that does not begin with zeros is made in the constructor: an engine tries a step before the first, puts what
+  was there back, and zeroes the rest.
 - `StageState.mean_gradient` knows running means of gradients by their slots, ``momentum_buffer`` and ``exp_avg``.
 """
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from peerbayes.engine.perturbation import Passes
 from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
-from peerbayes.engine.teachers import Passes, run_plain
+from peerbayes.engine.teachers import run_plain
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch, Output

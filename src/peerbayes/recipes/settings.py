@@ -129,7 +129,7 @@ Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald
 
 
 class Perturb(Strict):
-    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.teachers.Perturbation`.
+    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.perturbation.Perturbation`.
 
     Attributes:
         kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its

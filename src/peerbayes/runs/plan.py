@@ -12,7 +12,7 @@ from torch import nn
 
 from peerbayes.data import dataset
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.teachers import SEVERAL
+from peerbayes.engine.perturbation import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
 from peerbayes.networks.normalisation import Choice
