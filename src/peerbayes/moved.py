@@ -35,7 +35,7 @@ MOVED = {
     "learning.dry_run": "runs.executor.dry_run",
     "learning.execute": "runs.executor.execute",
     "learning.train_jobs": "runs.executor.train_jobs",
-    "learning.How": "runs.session.How",
+    "learning.How": "runs.session.RunOptions",
     "learning.load_data": "recipes.recipe_data.load_data",
     "learning.Learner": "training.learner.Learner",
     "learning.Job": "runs.plan.Job",

@@ -20,7 +20,7 @@ from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import DataCache, execute, train_jobs
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, trained_into
-from peerbayes.runs.session import How, refuse_unknown
+from peerbayes.runs.session import RunOptions, refuse_unknown
 from peerbayes.training.reporters import Reporter
 
 PEERS, TEXT = "peers", "text"  # what is trained where nothing else is said
@@ -51,7 +51,7 @@ def train(
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
 
     Example:
         >>> import tempfile
@@ -106,7 +106,7 @@ def fit(
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
 
     Example:
         >>> import tempfile
@@ -153,7 +153,7 @@ def fit(
     )
     origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
     job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)
-    (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
+    (done,) = execute(resolve([job]), RunOptions(**how), resume=resume, reporter=reporter)
     for posterior in peers.values():
         posterior.provenance = trained_into(done.folder, done.about.get("generation", 0))
     return done

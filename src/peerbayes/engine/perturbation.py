@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from peerbayes.data.transforms.perturb import gaussian_step, guidance, pair, step_along
-from peerbayes.engine.teachers import Lane, Pass, Plain, Teachers, Tensors, all_logits, fixed, run_plain
+from peerbayes.engine.teachers import (
+    FunctionalNetwork,
+    Lane,
+    Pass,
+    Teachers,
+    Tensors,
+    all_logits,
+    fixed,
+    run_functional,
+)
 from peerbayes.errors import InputError
 from peerbayes.math.divergences import mean_pairwise_kl
 from peerbayes.math.noise import Address
@@ -32,14 +41,14 @@ class Passes:
 
     Attributes:
         tensors: of the teachers.
-        run: `run_plain`, or what a compiler has made of it.
+        run: `run_functional`, or what a compiler has made of it.
         autocast: the type that networks compute in.
         lane: see `Teachers.logits`.
         forked: a context at whose end all lanes have been run.
     """
 
     tensors: Sequence[Tensors]
-    run: Pass = run_plain
+    run: Pass = run_functional
     autocast: torch.dtype | None = None
     lane: Lane = contextlib.nullcontext
     forked: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -60,7 +69,7 @@ class Perturbation:
     ) -> None:
         self.kind, self.temperature, self.seed = options.kind, options.temperature, seed
         self.teachers = teachers
-        self.student: tuple[Posterior, Plain] | None = None
+        self.student: tuple[Posterior, FunctionalNetwork] | None = None
         if self.kind == "gaussian":
             return
         if teachers is None:
@@ -83,7 +92,7 @@ class Perturbation:
                     f"perturb 'tdiv_sdiv' compares the members of one rank-one student, {len(teachers)} as there are "
                     f"teachers, but peer '{name}' of {len(students)} is a {student.kind} with {student.members}"
                 )
-            self.student = student, Plain.of(student)
+            self.student = student, FunctionalNetwork.of(student)
 
     def __call__(self, images: Tensor, number: int | Tensor, first: int, passes: Passes) -> Tensor:
         """Return the images of step ``number`` moved.
@@ -188,13 +197,13 @@ class Perturbation:
         run, autocast = passes.run, passes.autocast
         found.append(lambda x, which: teachers.pick(run, x, passes.tensors, chosen[which : which + 1], autocast))
         if self.student is not None:
-            student, plain = self.student
+            student, network = self.student
             kept = fixed(student)
 
             def member(x: Tensor, which: int) -> Tensor:
                 with torch.no_grad():
                     own = Tensors(student.member(chosen[which]).flat.detach(), student.rest.detach(), kept)
-                return run(plain, x, own, autocast)
+                return run(network, x, own, autocast)
 
             found.append(member)
         return found

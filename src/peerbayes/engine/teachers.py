@@ -18,18 +18,18 @@ from peerbayes.posteriors.base import Posterior
 
 
 @dataclass(frozen=True)
-class Plain:
+class FunctionalNetwork:
     """A network in evaluation mode that gets all of its tensors handed in, and how they lie in flat ones."""
 
     posterior: Posterior
     network: nn.Module
 
     @classmethod
-    def of(cls, posterior: Posterior) -> Plain:
+    def of(cls, posterior: Posterior) -> FunctionalNetwork:
         """Take a posterior's network; it is copied, so that training mode stays what it is."""
         return cls(posterior, copy.deepcopy(posterior.network).eval())
 
-    def same_as(self, other: Plain) -> bool:
+    def same_as(self, other: FunctionalNetwork) -> bool:
         """Whether the other's tensors fit this network, whichever of them it keeps in which flat tensor."""
         mine, theirs = (
             (
@@ -51,23 +51,25 @@ class Tensors:
     fixed: Mapping[str, Tensor]
 
 
-def run_plain(plain: Plain, images: Tensor, tensors: Tensors, autocast: torch.dtype | None) -> Tensor:
+def run_functional(
+    network: FunctionalNetwork, images: Tensor, tensors: Tensors, autocast: torch.dtype | None
+) -> Tensor:
     """Return logits (B, C), float32, in evaluation mode. Gradients flow to the images alone.
 
     Args:
-        plain: a network in evaluation mode.
+        network: a network in evaluation mode.
         images: in [0, 1], (B, ...).
         tensors: that it gets: a draw, and its buffers.
         autocast: dtype of the forward pass; None for float32.
     """
-    posterior = plain.posterior
+    posterior = network.posterior
     named = posterior.layout.views(tensors.flat) | posterior.rest_layout.views(tensors.rest)
     named |= {alias: named[name] for alias, name in posterior.aliases.items()} | dict(tensors.fixed)
     with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
-        return posterior.run_network(images, named, plain.network).float()
+        return posterior.run_network(images, named, network.network).float()
 
 
-Pass = Callable[[Plain, Tensor, Tensors, torch.dtype | None], Tensor]
+Pass = Callable[[FunctionalNetwork, Tensor, Tensors, torch.dtype | None], Tensor]
 Lane = Callable[[str], AbstractContextManager[Any]]  # of a pass, by name: it may run beside those in other lanes
 
 
@@ -85,13 +87,13 @@ class Teachers:
             raise InputError("there are no teachers")
         self.draws, self.seed = draws, seed
         self.posteriors = [copy.deepcopy(posterior).requires_grad_(False).eval() for posterior in posteriors]
-        self._plain = [Plain.of(posterior) for posterior in self.posteriors]
+        self._networks = [FunctionalNetwork.of(posterior) for posterior in self.posteriors]
         self.places = [
             (place, number)
             for place, posterior in enumerate(self.posteriors)
             for number in range(draws if posterior.stochastic else 1)
         ]
-        self.alike = all(self._plain[0].same_as(plain) for plain in self._plain)
+        self.alike = all(self._networks[0].same_as(network) for network in self._networks)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -124,7 +126,7 @@ class Teachers:
         """Return the logits (B, C) of each teacher, made in its own ``lane``: a context that may run beside others.
 
         Args:
-            run: runs a network: `run_plain`, or what it was compiled to.
+            run: runs a network: `run_functional`, or what it was compiled to.
             images: in [0, 1], (B, ...).
             tensors: of each teacher.
             autocast: dtype of forward passes; None for float32.
@@ -133,7 +135,7 @@ class Teachers:
         logits = []
         for number, ((place, _), drawn) in enumerate(zip(self.places, tensors, strict=True)):
             with lane(f"teacher {number}"):
-                logits.append(run(self._plain[place], images, drawn, autocast))
+                logits.append(run(self._networks[place], images, drawn, autocast))
         return logits
 
     def pick(
@@ -155,7 +157,7 @@ class Teachers:
             for name in tensors[0].fixed
         }
         own = Tensors(flat.index_select(0, number)[0], rest.index_select(0, number)[0], chosen)
-        return run(self._plain[0], images, own, autocast)
+        return run(self._networks[0], images, own, autocast)
 
     def _as_first(self, place: int, own: Tensors) -> Tensors:
         """Return a posterior's tensors as they lie in the first one; a codebook, say, has its biases elsewhere."""
@@ -194,7 +196,7 @@ def all_logits(
     """
     logits = {}
     if teachers is not None and len(teachers) > 1:
-        logits["teachers"] = torch.stack(teachers.logits(run_plain, images, tensors, autocast))
+        logits["teachers"] = torch.stack(teachers.logits(run_functional, images, tensors, autocast))
     if student.members > 1:
         student.eval()
         with torch.autocast(images.device.type, autocast, enabled=autocast is not None):

@@ -14,13 +14,13 @@ from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import choice_in_words
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, changes_between
-from peerbayes.runs.run import NAMED, TAUGHT_BY, Run, peer_called, write_text
+from peerbayes.runs.run import MAX_LISTED, TAUGHT_BY, Run, peer_called, write_text
 
 if TYPE_CHECKING:
     from peerbayes.runs.plan import Job
 
 
-OTHERS = "another process is training this run"
+LOCKED = "another process is training this run"
 FILES = [
     "run.json",
     "metrics.jsonl",
@@ -69,10 +69,10 @@ def _other_settings(before: Recipe, now: Recipe) -> str:
     if before.name != now.name:
         return f"holds a run of another recipe, {before.name} ('{before.title}'), not {now.name}; name that one"
     there, here = changes_between(now, before), changes_between(before, now)
-    more = f" and {len(there) - NAMED} more" if there[NAMED:] else ""
+    more = f" and {len(there) - MAX_LISTED} more" if there[MAX_LISTED:] else ""
     return (
-        f"holds a run of {before.name} with other settings: {', '.join(there[:NAMED])}{more} there, "
-        f"{', '.join(here[:NAMED])}{more} here; give those"
+        f"holds a run of {before.name} with other settings: {', '.join(there[:MAX_LISTED])}{more} there, "
+        f"{', '.join(here[:MAX_LISTED])}{more} here; give those"
     )
 
 
@@ -161,7 +161,7 @@ def lock(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise InputError(f"{folder}: {OTHERS}") from None
+                raise InputError(f"{folder}: {LOCKED}") from None
             # Whoever had it may have removed the file since it was opened: then nobody else would see this lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -97,7 +97,7 @@ class Learner:
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
-        self._kept_step: int | None = None  # of the checkpoint to go back to, if there is one
+        self._last_checkpoint_step: int | None = None
         self._before: dict[str, Tensor] = {}  # what was `sampled` when the epoch began
         self.feed = feed(
             data.train,
@@ -226,7 +226,7 @@ class Learner:
         self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.cohort.go_plain()
+        self.cohort.go_eager()
         self.engine = Eager(self.cohort, self.steps_per_epoch)
 
     @property
@@ -260,7 +260,7 @@ class Learner:
             if kind == "terms" and not math.isfinite(value):
                 where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
                 raise TrainingError(
-                    f"term '{term}' of peer '{peer}' became {value} at {where}{self._kept_words}: "
+                    f"term '{term}' of peer '{peer}' became {value} at {where}{self._kept_hint}: "
                     "lower the learning rate or the term's weight"
                 )
 
@@ -277,7 +277,7 @@ class Learner:
             figures |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
-            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_words)
+            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_hint)
             self.evaluator.keep(name, figures, position)
             if (perturb := self.cohort.perturb) is not None:
                 effect = self.evaluator.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
@@ -343,26 +343,22 @@ class Learner:
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
             if bool(bad.any()):
-                raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_words}")
+                raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_hint}")
         if self._save is not None:
             self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
-            self._kept_step = self.position.step
+            self._last_checkpoint_step = self.position.step
         self._saved_at = time.monotonic()
 
-    def keep(self) -> bool:
+    def save_if_needed(self) -> bool:
         """Write a checkpoint of this step, unless there is one; return whether the run can be resumed from here."""
-        if self._kept_step != self.position.step and self._save is not None:
+        if self._last_checkpoint_step != self.position.step and self._save is not None:
             with contextlib.suppress(TrainingError):  # it goes on from the last good one
                 self.checkpoint()
-        return self._kept_step == self.position.step
+        return self._last_checkpoint_step == self.position.step
 
     @property
-    def _kept(self) -> bool:
-        return self._kept_step is not None
-
-    @property
-    def _kept_words(self) -> str:
-        return "; the last good checkpoint is kept" if self._kept else ""
+    def _kept_hint(self) -> str:
+        return "; the last good checkpoint is kept" if self._last_checkpoint_step is not None else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was written.
@@ -384,7 +380,7 @@ class Learner:
             raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
         if not self._reaches(self.position):
             raise InputError(f"the checkpoint is of step {self.position.step}, where this run never comes")
-        self._kept_step = self.position.step
+        self._last_checkpoint_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
         before = {n.removeprefix("before/"): t for n, t in tensors.items() if n.startswith("before/")}
