@@ -97,7 +97,7 @@ class Compiled(Eager):
             failed = error
         try:
             if self.cohort.world.any(failed is not None):
-                raise failed or RuntimeError("another process could not")
+                raise failed or RuntimeError("it failed in another process")
         finally:
             failed = None  # its traceback holds this frame, and so the engine
 

@@ -70,7 +70,7 @@ def run_functional(
 
 
 Pass = Callable[[FunctionalNetwork, Tensor, Tensors, torch.dtype | None], Tensor]
-Lane = Callable[[str], AbstractContextManager[Any]]  # of a pass, by name: it may run beside those in other lanes
+Lane = Callable[[str], AbstractContextManager[Any]]  # a CUDA stream context, by name
 
 
 class Teachers:

@@ -246,7 +246,7 @@ class Stage(Strict):
     def _ivon_has_its_prior(self) -> Stage:
         for name in ("kl", "weight_diversity") if self.optimizer.name == "ivon" else ():
             if name in self.terms:
-                raise ValueError(f"ivon learns scales from draws alone, and {name} pulls at them; leave it out")
+                raise ValueError(f"ivon learns scales from draws alone: remove term '{name}'")
         return self
 
     @field_validator("mix", "perturb")

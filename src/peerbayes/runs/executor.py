@@ -273,12 +273,12 @@ def _check_nodes(plan: Plan, loaded: DataCache, device: torch.device, options: R
 
 def _check_alike(plan: Plan, options: RunOptions, device: torch.device) -> None:
     """Refuse processes that were not started alike, before they send one another anything else."""
+    compared = ("engine", "precision", "checkpoint_every", "synchronise")
     facts = {
         "another recipe, or other settings of it": [node.recipe.digest for node in plan],
         "another seed": [node.seed for node in plan],
-        "other options": [options.engine, options.precision, options.checkpoint_every, options.synchronise],
         "other versions": environment(device)["versions"],
-    }
+    } | {f"another value of {name}": getattr(options, name) for name in compared}
     _refuse_differing(options.world.differing({what: str(fact) for what, fact in facts.items()}))
 
 

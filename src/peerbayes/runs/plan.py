@@ -267,7 +267,7 @@ class _Resolver:
     def _check_circle(self, source: str, above: tuple[str, ...] = ()) -> None:
         """Refuse a recipe that needs itself, to start from or as a teacher."""
         if source in above:
-            raise InputError(f"recipe '{source}' leads back to itself, by way of {' and '.join(above)}: a circle")
+            raise InputError(f"circular start_from or teachers: {' -> '.join((*above[above.index(source) :], source))}")
         if not is_recipe(source):
             return
         recipe = self.recipe(source)

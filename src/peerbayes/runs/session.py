@@ -92,9 +92,9 @@ class RunOptions:
 
     @contextlib.contextmanager
     def reporting(self, reporter: Reporter | None) -> Iterator[Reporter]:
-        """Yield who speaks for this process: nobody in all but the first, which says the same.
+        """Yield this process's reporter, a silent one on ranks above 0, which also tells the loggers.
 
-        Loggers are closed at the end of the block, but for those of a reporter that has them already.
+        Loggers are closed at the end of the block, unless the given reporter has them already.
         """
         if not self.world.is_first:
             yield _Mute()
@@ -213,8 +213,10 @@ class Session:
         if before is not None:
             begun = [name for name, posterior in peers.items() if posterior.provenance.state == "training"]
             if newest is None and begun:
-                raise InputError(f"cannot resume: the run was interrupted before its first checkpoint, and peer "
-                                 f"'{begun[0]}' has been trained since; make it anew, as it was")  # fmt: skip
+                raise InputError(
+                    f"cannot resume: the run was interrupted before its first checkpoint, and peer '{begun[0]}' has "
+                    "been trained since; rebuild it with its initial weights"
+                )
         if before is not None and newest is not None:
             tensors, about, complaints = newest
             for complaint in complaints:
@@ -313,8 +315,8 @@ class Session:
         for name, posterior in self.peers.items():
             posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
             posterior.provenance = Provenance(depth=self.lineage_depth, state="trained")
-            # Nobody goes on from here; checkpoints hold what training needs.
-            posterior.temperature, posterior.certificate = 1.0, None  # those of what it was before are no other's
+            posterior.temperature, posterior.certificate = 1.0, None  # those it began with are of other weights
+            # Without anchors, which training alone needs: a run resumes from checkpoints.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
         self.about["engine"] = self.learner.engine.name

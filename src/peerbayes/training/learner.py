@@ -106,7 +106,7 @@ class Learner:
             self.device,
             placement=placement,
             part=(world.rank, world.size),
-            # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
+            # Another data order than the parent run's, which has already fitted the crops of this seed.
             owner=f"data {lineage_depth}" if lineage_depth else "data",
             augment=recipe.data.augment,
         )
@@ -222,7 +222,7 @@ class Learner:
         if not self.world.any(bool(why)):
             return
         # What fails in one process is left by all: their steps have to be the same.
-        why = why or "another process could not"
+        why = why or "it failed in another process"
         self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -312,7 +312,7 @@ class Learner:
         return moved
 
     def _pull_sums(self) -> None:
-        # The sums, of means over the processes, stay on the device until somebody has to see them.
+        """Average buffers over the processes, and move the epoch's sums from the device into the position."""
         for posterior in self.peers.values():
             self.world.mean_buffers(posterior.network)
         sums = self.cohort.sums.cpu()
@@ -368,7 +368,7 @@ class Learner:
             about: its description.
         """
         if about.get("seed") != self.seed:
-            raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
+            raise InputError(f"checkpoint: its seed is {about.get('seed')}, not {self.seed}")
         for name, posterior in self.peers.items():
             prefix = f"peer/{name}/"
             state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -377,9 +377,9 @@ class Learner:
             # As JSON: strictly, a dict of Python is no dataclass.
             self.position = TypeAdapter(Position).validate_json(json.dumps(about["position"]), strict=True)
         except (KeyError, ValidationError) as error:
-            raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
+            raise InputError(f"checkpoint: has no valid 'position' ({reason(error)})") from None
         if not self._reaches(self.position):
-            raise InputError(f"the checkpoint is of step {self.position.step}, where this run never comes")
+            raise InputError(f"checkpoint: step {self.position.step} lies outside this recipe's schedule")
         self._last_checkpoint_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
