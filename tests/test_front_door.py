@@ -12,9 +12,13 @@ from commands import QUIET, called, change, refused, save_npz
 from learners import Recorder
 from peerbayes import networks
 from peerbayes.data import from_arrays
+from peerbayes.data.dataset import load as load_data_set
 from peerbayes.errors import InputError
+from peerbayes.recipes import recipe_data
 from peerbayes.recipes.recipe import Recipe, load_recipe, over_epochs, packaged
 from peerbayes.recipes.recipe_data import fitted_to
+from peerbayes.runs import executor
+from peerbayes.runs.executor import train_jobs
 from peerbayes.runs.run import Run
 
 WISHES = ["bayesian", "compress", "distil", "ensemble", "from-checkpoint", "peers", "plain", "text"]
@@ -137,6 +141,28 @@ def test_an_image_folder_is_all_that_training_needs(folder, tmp_path, monkeypatc
     assert record["ensemble"]["temperature"] > 0  # there are validation images
     assert run.recipe.data.name == str(folder)
     called("train", "--data", folder, "--epochs", 2, "--resume", *QUIET, *change("evaluation.draws=3"))
+
+
+def test_seeds_and_recipes_share_one_copy_of_the_data(folder, tmp_path, monkeypatch):
+    loads, executed = [], []
+
+    def counted(given, **options):
+        loads.append(load_data_set(given, **options))
+        return loads[-1]
+
+    def kept(jobs, **options):
+        executed.extend(jobs)
+        return train_jobs(jobs, **options)
+
+    monkeypatch.setattr(recipe_data, "load", counted)
+    monkeypatch.setattr(executor, "train_jobs", kept)
+    called("train", "bayesian", "plain", "--data", folder, "--epochs", 1, "--seeds", "0,1,2", "--run", tmp_path,
+           *QUIET, *change("evaluation.draws=2"))  # fmt: skip
+    assert [(job.recipe.name, job.seed) for job in executed] == [
+        (n, s) for n in ("bayesian", "plain") for s in range(3)
+    ]
+    assert {id(job.given.data) for job in executed} == {id(loads[0])}
+    assert len(loads) == 2  # the other one is for the evaluation
 
 
 def test_texts_have_a_recipe_of_their_own(tmp_path):

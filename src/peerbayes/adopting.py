@@ -21,7 +21,7 @@ from peerbayes.errors import InputError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.normalisation import Choice
-from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
+from peerbayes.networks.weights_files import ENDINGS, is_weights_file
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
 from peerbayes.recipes.recipe_data import load_data, set_data
 from peerbayes.recipes.settings import CUSTOM
@@ -33,7 +33,7 @@ from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import ADOPTED, Run, slug
-from peerbayes.runs.session import How, refuse_unknown
+from peerbayes.runs.session import RunOptions, refuse_unknown
 from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.showing import aligned
 from peerbayes.training.reporters import Reporter
@@ -207,7 +207,7 @@ class Adoption:
         Args:
             which: ``distilled`` or ``compressed``.
             before: the run of the Bayesian network.
-            how: see `How`, with ``resume`` and ``reporter``.
+            how: see `RunOptions`, with ``resume`` and ``reporter``.
         """
         from peerbayes.api.distilling import ALONE, distill, save_networks
 
@@ -222,7 +222,7 @@ class Adoption:
             return Run(folder, {STUDENT if which == "distilled" else NET: self.module})
         options = {key: value for key, value in how.items() if key not in ("resume", "reporter")}
         plan = resolve([self.smaller(which, before.folder)])
-        (done,) = execute(plan, How(**options), resume=how["resume"], reporter=how["reporter"])
+        (done,) = execute(plan, RunOptions(**options), resume=how["resume"], reporter=how["reporter"])
         if which == "distilled":
             save_networks(done)
         return done
@@ -255,7 +255,7 @@ def _named(network: str | Path, name: str | None) -> tuple[str, Path]:
     path = Path(network).expanduser()
     if (path / "recipe.toml").is_file():
         raise InputError(f"{path}: is a run; adopt the weights of one of its peers: {path}/weights-PEER.safetensors")
-    if not is_checkpoint(path):
+    if not is_weights_file(path):
         raise InputError(f"{path}: expected a file of weights that ends in {', '.join(ENDINGS)}")
     if not path.is_file():
         raise InputError(f"{path}: no such file")
@@ -312,7 +312,7 @@ def adopt(
         overrides: changes of the recipe ``from-checkpoint``, such as ``"stages.0.optimizer.lr=1e-4"``.
         resume: go on with what was interrupted.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
     """
     refuse_unknown(how, adopt)
     smaller = listed(smaller)
@@ -325,15 +325,15 @@ def adopt(
         network, data, folder, name=name, peers=peers, epochs=epochs, extra_epochs=extra_epochs, widths=widths,
         new_head=new_head, normalize=normalize, seed=seed, overrides=overrides, root=how.get("root"),
     )  # fmt: skip
-    options = How(**how)
-    with options.speaking(reporter) as voice:
-        voice.headline(_validation_told(adoption.data))
-        return _adopted(adoption, options, how, voice, resume, smaller, corrupted, compare)
+    options = RunOptions(**how)
+    with options.reporting(reporter) as reporter:
+        reporter.headline(_validation_told(adoption.data))
+        return _adopted(adoption, options, how, reporter, resume, smaller, corrupted, compare)
 
 
 def _adopted(
     adoption: Adoption,
-    options: How,
+    options: RunOptions,
     how: Mapping[str, Any],
     reporter: Reporter,
     resume: bool,
@@ -342,7 +342,7 @@ def _adopted(
     compare: Mapping[str, Run],
 ) -> Adopted:
     """Train, choose and judge; see `adopt`."""
-    device, epochs = options.place(), adoption.epochs
+    device, epochs = options.pick_device(), adoption.epochs
 
     def trained(jobs: Mapping[str, Job]) -> dict[str, Run]:
         runs = execute(resolve(list(jobs.values())), options, resume=resume, reporter=reporter)
@@ -422,16 +422,18 @@ def default_adopted(network: Network) -> Path:
     return Path("runs") / f"adopted-{name}"
 
 
-def plan_rows(adoption: Adoption, how: How, resume: bool, smaller: Sequence[str] = ()) -> list[dict[str, Any]]:
+def plan_rows(
+    adoption: Adoption, options: RunOptions, resume: bool, smaller: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Check an adoption, and return what would be trained; see `peerbayes.runs.executor.dry_run`.
 
     Args:
         adoption: that is planned.
-        how: see `How`.
+        options: see `RunOptions`.
         resume: whether folders may hold interrupted runs.
         smaller: what else is made of the Bayesian network: ``distilled``, ``compressed``.
     """
-    return dry_run(adoption.plan(smaller), how, resume=resume)
+    return dry_run(adoption.plan(smaller), options, resume=resume)
 
 
 def _validation_told(data: Dataset) -> str:

@@ -27,7 +27,7 @@ from peerbayes.api.distilling import default_recipe, save_networks
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, to_unit
 from peerbayes.engine import engines as engine
-from peerbayes.engine.teachers import Teachers, run_plain
+from peerbayes.engine.teachers import Teachers, run_functional
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.inference.batch_norm import recalibrate
 from peerbayes.posteriors import MeanField, Point, RankOne
@@ -295,11 +295,11 @@ def test_compiled_and_eager_steps_of_a_distillation_agree(kind):
 
 
 def without_slope(plain, images, tensors, autocast):
-    return run_plain(plain, images.detach(), tensors, autocast) + 0 * images.sum()
+    return run_functional(plain, images.detach(), tensors, autocast) + 0 * images.sum()
 
 
 def too_sure(*arguments):
-    return 9 * run_plain(*arguments)
+    return 9 * run_functional(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def too_sure(*arguments):
         ("gaussian", too_sure, "the teachers to ones whose logits have a norm of"),
         ("none", too_sure, "the teachers to ones whose logits have a norm of"),
         ("gaussian", without_slope, None),  # nobody asks for it
-        ("tdiv_sdiv", run_plain, None),
+        ("tdiv_sdiv", run_functional, None),
     ],
 )
 def test_a_compiler_that_changes_teachers_is_left(kind, wrong, told, monkeypatch):
@@ -324,7 +324,9 @@ def test_a_compiler_that_changes_teachers_is_left(kind, wrong, told, monkeypatch
     stage = made_stage(1, 0.05, distil={"teachers": "one_to_one"}) | {"perturb": {"kind": kind}}
     given = Teachers([known(1), MeanField(small(2), rho=-2.0)])
     peers = {"a": RankOne(small(3), 2, factors="random", spread=0.3)}
-    monkeypatch.setattr(engine, "compiled", lambda function: wrong if function.__name__ == "run_plain" else function)
+    monkeypatch.setattr(
+        engine, "compiled", lambda function: wrong if function.__name__ == "run_functional" else function
+    )
     recipe = made_recipe(stage)
     learner = Learner(recipe, peers, made_data(), 0, teachers=given, engine="compiled", reporter=Listening())
     learner.run()

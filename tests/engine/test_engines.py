@@ -18,7 +18,7 @@ from peerbayes.data.transforms.mix import Mixer
 from peerbayes.engine import engines as engine
 from peerbayes.engine import verification as verifying
 from peerbayes.engine.engines import pick
-from peerbayes.engine.step_parts import Clock, Parts, run_peer, term_value
+from peerbayes.engine.step_parts import Clock, StepFunctions, run_peer, term_value
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point
@@ -267,7 +267,7 @@ def test_where_a_plain_step_has_no_room_the_compiler_is_trusted(tmp_path, monkey
         return run_peer(*arguments)
 
     monkeypatch.setattr(engine, "compiled", lambda function: function)
-    monkeypatch.setattr(verifying, "Parts", lambda: Parts(run_peer=greedy))
+    monkeypatch.setattr(verifying, "StepFunctions", lambda: StepFunctions(run_peer=greedy))
     assert trained("compiled", tmp_path)[2].engine.name == "compiled"
 
 

@@ -10,11 +10,13 @@ from torch import nn
 
 from learners import same
 from peerbayes.data import ArraySplit, Dataset, guidance, order, pair, to_unit
-from peerbayes.engine.teachers import Teachers, all_logits, run_plain
+from peerbayes.engine.perturbation import Passes, Perturbation
+from peerbayes.engine.teachers import Teachers, all_logits, run_functional
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.posteriors import MeanField, Point, RankOne
 from peerbayes.recipes.recipe import Recipe
+from peerbayes.recipes.settings import Perturb
 from peerbayes.training.learner import Learner
 from peerbayes.training.validation import EpochEvaluator
 
@@ -201,10 +203,10 @@ def test_the_teacher_with_a_number_is_that_one_of_all(kind):
     found = [Point(network(s)) if kind == "point" else MeanField(network(s), rho=-2.0) for s in range(3)]
     teachers, x = Teachers(found, draws=2, seed=3), images()
     tensors = teachers.tensors(5)
-    everybody = teachers.logits(run_plain, x, tensors, None)
+    everybody = teachers.logits(run_functional, x, tensors, None)
     assert len(everybody) == len(teachers) == (3 if kind == "point" else 6)
     for number, own in enumerate(everybody):
-        assert torch.equal(teachers.pick(run_plain, x, tensors, torch.tensor([number]), None), own)
+        assert torch.equal(teachers.pick(run_functional, x, tensors, torch.tensor([number]), None), own)
 
 
 def activated(kind):
@@ -225,8 +227,8 @@ def test_networks_that_differ_in_more_than_what_learns_are_not_taken_for_one(cas
     teachers, x = Teachers([Point(own) for own in pairs[case]]), images()
     tensors = teachers.tensors(0)
     if teachers.alike:  # or else who picks one of them is refused
-        for number, own in enumerate(teachers.logits(run_plain, x, tensors, None)):
-            torch.testing.assert_close(teachers.pick(run_plain, x, tensors, torch.tensor([number]), None), own)
+        for number, own in enumerate(teachers.logits(run_functional, x, tensors, None)):
+            torch.testing.assert_close(teachers.pick(run_functional, x, tensors, torch.tensor([number]), None), own)
 
 
 @pytest.mark.parametrize("first", ["point", "weights alone", "everything"])
@@ -239,8 +241,8 @@ def test_teachers_of_one_network_may_keep_its_parameters_in_different_places(fir
     teachers, x = Teachers([given.pop(first), *given.values()]), images()
     assert teachers.alike
     tensors = teachers.tensors(0)
-    for number, own in enumerate(teachers.logits(run_plain, x, tensors, None)):
-        assert torch.equal(teachers.pick(run_plain, x, tensors, torch.tensor([number]), None), own)
+    for number, own in enumerate(teachers.logits(run_functional, x, tensors, None)):
+        assert torch.equal(teachers.pick(run_functional, x, tensors, torch.tensor([number]), None), own)
 
 
 def test_no_teachers_at_all_are_refused():
@@ -249,6 +251,14 @@ def test_no_teachers_at_all_are_refused():
 
 
 # ---- perturbation: how far ------------------------------------------------------------------------------------------
+
+
+def test_a_kind_that_no_step_is_for_is_an_error():
+    teachers = Teachers(points())
+    perturb = Perturbation(Perturb(kind="tdiv"), teachers, {}, 0)
+    perturb.kind = "another"
+    with pytest.raises(AssertionError, match="another"):
+        perturb(images(), 0, 0, Passes(teachers.tensors(0)))
 
 
 @pytest.mark.parametrize("kind", ["ods", "tdiv", "tdiv_sdiv", "bald"])

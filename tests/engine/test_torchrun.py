@@ -436,7 +436,7 @@ ALIKE = "; start all processes with the same recipe, seed, options, data and ver
     [
         ("epochs", "another recipe, or other settings of it"),
         ("seeds", "another seed"),
-        ("options", "other options"),
+        ("options", "another value of checkpoint_every"),
         ("versions", "other versions"),
         ("data", "other data called small"),
     ],

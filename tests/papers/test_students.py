@@ -17,7 +17,8 @@ from torch import nn
 
 from commands import QUIET, called, refused
 from peerbayes.data import to_unit
-from peerbayes.engine.teachers import Perturbation, Teachers
+from peerbayes.engine.perturbation import Perturbation
+from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.papers.catalogue import write_figure

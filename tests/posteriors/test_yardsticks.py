@@ -15,7 +15,7 @@ from peerbayes.api.compressing import compress
 from peerbayes.api.distilling import distill
 from peerbayes.api.fitting import fit, train
 from peerbayes.data import ArraySplit
-from peerbayes.engine.teachers import Teachers, run_plain
+from peerbayes.engine.teachers import Teachers, run_functional
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, uniform_from
 from peerbayes.posteriors import Laplace, MCDropout, Point, Posterior, Swag
@@ -107,7 +107,7 @@ def test_its_draws_teach(kind):
     posterior = ready(kind)
     teachers = Teachers([posterior], draws=2, seed=5)
     images = split(9).batch(torch.arange(9), torch.device("cpu"))[0]
-    first, second = teachers.logits(run_plain, images, teachers.tensors(torch.tensor(3)), None)
+    first, second = teachers.logits(run_functional, images, teachers.tensors(torch.tensor(3)), None)
     assert not torch.equal(first, second)
     torch.testing.assert_close(first, posterior(images, posterior.draw(Address(5, "teacher0", "draw", 6))))
 

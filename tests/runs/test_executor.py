@@ -18,7 +18,7 @@ from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.building import build_peers
 from peerbayes.runs.executor import train_jobs
 from peerbayes.runs.plan import Job, lineage_depth, resolve
-from peerbayes.runs.session import How
+from peerbayes.runs.session import RunOptions
 from peerbayes.training.reporters import ConsoleReporter, Reporter
 
 # Of two plain SGD steps, as most runs here are.
@@ -124,14 +124,14 @@ def test_train_refuses_unknown_options_by_its_own_name(place, tmp_path):
     with pytest.raises(InputError, match=r"^train has no option 'sede'; did you mean 'seed'"):
         pb.train(place / "source.toml", tmp_path / "run", sede=3)
     with pytest.raises(InputError, match="pack is 0, expected a whole number above 0"):
-        How(pack=0)
+        RunOptions(pack=0)
 
 
 def test_python_shows_progress_on_a_terminal_and_is_silent_elsewhere(monkeypatch):
     given = Reporter()
     for terminal, kind in ((True, ConsoleReporter), (False, Reporter)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        with How().speaking(None) as usual, How().speaking(given) as own:
+        with RunOptions().reporting(None) as usual, RunOptions().reporting(given) as own:
             assert type(usual) is kind
             assert own is given
 

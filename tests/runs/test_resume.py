@@ -23,7 +23,8 @@ from peerbayes.errors import InputError
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs import session
-from peerbayes.runs.folder import MetricsLog, lock, newest_checkpoint
+from peerbayes.runs.checkpoints import newest_checkpoint
+from peerbayes.runs.folder import MetricsLog, lock
 from peerbayes.training.learner import Learner
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
@@ -405,8 +406,19 @@ def test_a_learner_refuses_a_checkpoint_of_another_seed(place, copied):
     tensors, about, _ = newest_checkpoint(copied)
     learner = object.__new__(Learner)
     learner.seed = 5
-    with pytest.raises(InputError, match="the checkpoint is of seed 0, not 5"):
+    with pytest.raises(InputError, match="checkpoint: its seed is 0, not 5"):
         learner.restore(tensors, about)
+
+
+def test_a_learner_refuses_a_checkpoint_without_its_place_in_the_schedule(place, copied):
+    tensors, about, _ = newest_checkpoint(copied)
+    learner = object.__new__(Learner)
+    learner.seed, learner.peers = about["seed"], {}
+    learner.recipe, learner.steps_per_epoch = load_recipe(place / "all.toml"), 4
+    with pytest.raises(InputError, match=r"^checkpoint: has no valid 'position' \("):
+        learner.restore(tensors, {"seed": about["seed"]})
+    with pytest.raises(InputError, match=r"^checkpoint: step 1000 lies outside this recipe's schedule$"):
+        learner.restore(tensors, about | {"position": about["position"] | {"step": 1000}})
 
 
 def test_occupied_folder_needs_resume(place, copied):

@@ -14,14 +14,14 @@ from peerbayes import networks, terms
 from peerbayes.api.fitting import train
 from peerbayes.data import ArraySplit, Dataset, FolderSplit, augment, order, to_unit
 from peerbayes.engine.diagnostics import Position, note_shares
-from peerbayes.engine.stages import learning_rate
+from peerbayes.engine.optimizers import learning_rate
 from peerbayes.engine.step_parts import Clock
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.math.noise import Address
 from peerbayes.posteriors import MeanField, Point
 from peerbayes.recipes.recipe import Recipe
 from peerbayes.recipes.settings import Stage
-from peerbayes.runs import folder
+from peerbayes.runs import checkpoints
 from peerbayes.runs.building import build_peer
 from peerbayes.training.learner import Learner
 
@@ -578,7 +578,7 @@ def test_a_term_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
         return found * bad if len(calls) == 7 else found
 
     def save(tensors, about):
-        folder.write_checkpoint(tmp_path, learner.position.step, tensors, about)
+        checkpoints.write_checkpoint(tmp_path, learner.position.step, tensors, about)
 
     cohort = peers(kind=MeanField)
     recipe = made_recipe(stage(3, {"likelihood": {}, "moody": {}}), update=update)
@@ -586,7 +586,7 @@ def test_a_term_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
     sentence = r"term 'moody' of peer 'b' became (nan|inf) at step 6 \(epoch 2\); the last good checkpoint is kept: "
     with pytest.raises(TrainingError, match=sentence):
         learner.run()
-    tensors, about, complaints = folder.newest_checkpoint(tmp_path)
+    tensors, about, complaints = checkpoints.newest_checkpoint(tmp_path)
     assert about["position"]["step"] == 6
     assert complaints == []
     assert all(tensor.isfinite().all() for tensor in tensors.values())

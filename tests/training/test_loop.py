@@ -20,7 +20,7 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs.executor import train_jobs
 from peerbayes.runs.plan import Job, Node
 from peerbayes.runs.run import default_folder
-from peerbayes.runs.session import How, train_wave
+from peerbayes.runs.session import RunOptions, train_pack
 from peerbayes.training.learner import Learner
 from peerbayes.training.loop import run_together
 from peerbayes.training.reporters import ConsoleReporter, Reporter
@@ -300,14 +300,14 @@ def test_runs_that_memory_is_too_small_for_go_on_in_smaller_groups(tmp_path, sep
         nonlocal beside
         beside = len(sessions)
         waves.append([session.folder.name for session in sessions])
-        return train_wave(sessions, world)
+        return train_pack(sessions, world)
 
     def greedy(self, clock):
         if beside > 1 and self.seed == 0 and int(clock.step) >= 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return step(self, clock)
 
-    monkeypatch.setattr("peerbayes.runs.executor.train_wave", counted)
+    monkeypatch.setattr("peerbayes.runs.executor.train_pack", counted)
     monkeypatch.setattr(Cohort, "step", greedy)
     voice = Warnings()
     runs = train_jobs(jobs(tmp_path), pack=3, reporter=voice, checkpoint_every=3, **HOW)
@@ -476,11 +476,11 @@ def test_without_a_terminal_lines_carry_their_label():
 def test_packs_never_share_streams_or_buffers():
     jobs = [Node(load_recipe("mutual/digits-dml"), Path(f"run{n}"), n) for n in range(24)]
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [len(wave) for wave in How().waves(jobs, gpu)] == [8, 8, 8]  # 32 streams, 3 a pair: at most 10
-    assert [len(wave) for wave in How(pack=24).waves(jobs, gpu)] == [8, 8, 8]
-    assert [len(wave) for wave in How().waves(jobs[:11], gpu)] == [6, 5]
-    assert How().waves([], gpu) == []
-    assert [len(wave) for wave in How(pack=4).waves(jobs[:6], gpu)] == [3, 3]
-    assert [len(wave) for wave in How(pack=3).waves(jobs[:6], cpu)] == [3, 3]
-    assert [len(wave) for wave in How().waves(jobs[:2], cpu)] == [1, 1]
-    assert [len(wave) for wave in How(world=World(0, 2)).waves(jobs[:3], gpu)] == [1, 1, 1]
+    assert [len(pack) for pack in RunOptions().packs(jobs, gpu)] == [8, 8, 8]  # 32 streams, 3 a pair: at most 10
+    assert [len(pack) for pack in RunOptions(pack=24).packs(jobs, gpu)] == [8, 8, 8]
+    assert [len(pack) for pack in RunOptions().packs(jobs[:11], gpu)] == [6, 5]
+    assert RunOptions().packs([], gpu) == []
+    assert [len(pack) for pack in RunOptions(pack=4).packs(jobs[:6], gpu)] == [3, 3]
+    assert [len(pack) for pack in RunOptions(pack=3).packs(jobs[:6], cpu)] == [3, 3]
+    assert [len(pack) for pack in RunOptions().packs(jobs[:2], cpu)] == [1, 1]
+    assert [len(pack) for pack in RunOptions(world=World(0, 2)).packs(jobs[:3], gpu)] == [1, 1, 1]

@@ -17,7 +17,7 @@ from peerbayes.runs.building import check_finite
 from peerbayes.runs.executor import execute
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, peers_at, run_of
-from peerbayes.runs.session import How, refuse_unknown
+from peerbayes.runs.session import RunOptions, refuse_unknown
 from peerbayes.training.reporters import Reporter
 
 RECIPE, FIRST = "sharing/shared", "sharing/stage1"
@@ -51,7 +51,7 @@ def compress(
         overrides: changes of the recipe ``into``, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
     """
     refuse_unknown(how, compress)
     check_seed(seed)
@@ -70,7 +70,7 @@ def compress(
     else:
         place = source.named if isinstance(source, Run) else Path(str(source))
         job = compression(place, into, first, changes, folder, seed)
-    (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
+    (done,) = execute(resolve([job]), RunOptions(**how), resume=resume, reporter=reporter)
     return done[job.recipe.peers[0].name]
 
 

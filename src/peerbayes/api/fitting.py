@@ -14,13 +14,13 @@ from peerbayes.networks.normalisation import Choice
 from peerbayes.networks.registry import AUTO
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe, over_epochs
-from peerbayes.recipes.recipe_data import fitted_to, load_data, set_data
+from peerbayes.recipes.recipe_data import fitted_to, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.runs.building import check_finite
-from peerbayes.runs.executor import execute, train_jobs
+from peerbayes.runs.executor import DataCache, execute, train_jobs
 from peerbayes.runs.plan import Given, Job, check_seed, resolve, with_full_paths
 from peerbayes.runs.run import Run, default_folder, trained_into
-from peerbayes.runs.session import How, refuse_unknown
+from peerbayes.runs.session import RunOptions, refuse_unknown
 from peerbayes.training.reporters import Reporter
 
 PEERS, TEXT = "peers", "text"  # what is trained where nothing else is said
@@ -51,7 +51,7 @@ def train(
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
 
     Example:
         >>> import tempfile
@@ -66,8 +66,9 @@ def train(
     refuse_unknown(how, train)
     if recipe is None and data is None:
         raise InputError("train: name a recipe, or give data")
+    data_sets = DataCache(how.get("root"))
     job = job_for(
-        recipe, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=how.get("root")
+        recipe, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, data_sets=data_sets
     )
     return train_jobs([job], resume=resume, reporter=reporter, **how)[0]
 
@@ -105,7 +106,7 @@ def fit(
         overrides: changes of the recipe, such as ``"stages.0.epochs=5"``.
         resume: resume an interrupted run.
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
-        how: see `How`.
+        how: see `RunOptions`.
 
     Example:
         >>> import tempfile
@@ -124,7 +125,8 @@ def fit(
     check_seed(seed)
     overrides = listed(overrides)
     if recipe is None or run is None or epochs is not None or isinstance(peers, nn.Module):
-        job = job_for(recipe, run, seed, data=data, epochs=epochs, overrides=overrides, root=how.get("root"))
+        data_sets = DataCache(how.get("root"))
+        job = job_for(recipe, run, seed, data=data, epochs=epochs, overrides=overrides, data_sets=data_sets)
         recipe, run, overrides = job.recipe, job.folder, ()
         data = data if job.given.data is None else job.given.data
         peers = _made_over(peers, job) if isinstance(peers, nn.Module) else peers
@@ -151,7 +153,7 @@ def fit(
     )
     origin = f"recipe {recipe if not isinstance(recipe, Recipe) else loaded.title}"
     job = Job(with_full_paths(Recipe.parse(table, origin)), Path(run), seed, given)
-    (done,) = execute(resolve([job]), How(**how), resume=resume, reporter=reporter)
+    (done,) = execute(resolve([job]), RunOptions(**how), resume=resume, reporter=reporter)
     for posterior in peers.values():
         posterior.provenance = trained_into(done.folder, done.about.get("generation", 0))
     return done
@@ -166,7 +168,7 @@ def job_for(
     network: str | None = None,
     epochs: int | None = None,
     overrides: str | Sequence[str] = (),
-    root: str | Path | None = None,
+    data_sets: DataCache | None = None,
 ) -> Job:
     """Return the job of a recipe on data of one's own; ``overrides`` have the last word.
 
@@ -178,17 +180,19 @@ def job_for(
         network: of all peers, in the place of the recipe's.
         epochs: in all, see `over_epochs`.
         overrides: changes of the recipe.
-        root: data root.
+        data_sets: loads the data; jobs that share it share one copy of each data set.
     """
+    data_sets = data_sets or DataCache(None)
     base = load_recipe(PEERS if recipe is None else recipe)
     base = base if epochs is None else over_epochs(base, epochs)
     table = load_recipe(base, overrides).model_dump(exclude_none=True)  # which say how objects are split
-    given = None if data is None else set_data(table, data, root)
+    given = None if data is None else set_data(table, data, data_sets.root)
     chosen = with_full_paths(load_recipe(Recipe.parse(table, f"recipe {base.name}"), overrides))
     if recipe is None or any(peer.network == AUTO for peer in chosen.peers):
-        loaded = load_data(chosen, root) if given is None else given
+        loaded = data_sets.of_recipe(chosen) if given is None else given
         if recipe is None and loaded.vocabulary is not None:
-            return job_for(TEXT, run, seed, data=data, network=network, epochs=epochs, overrides=overrides, root=root)
+            options: dict[str, Any] = {"network": network, "epochs": epochs, "overrides": overrides}
+            return job_for(TEXT, run, seed, data=data, data_sets=data_sets, **options)
         chosen, given = load_recipe(fitted_to(chosen, loaded), overrides), loaded
     if network is not None:
         chosen = load_recipe(chosen, ["peers.*.network=" + json.dumps(network), *overrides])

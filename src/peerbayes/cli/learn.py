@@ -101,6 +101,7 @@ def train(
     """
     from peerbayes.api.fitting import PEERS, job_for
     from peerbayes.recipes.recipe import is_recipe
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import default_folder
 
     trust_runs(trust)
@@ -118,14 +119,14 @@ def train(
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
     many = seeds is not None or len(recipes) > 1
     asked: dict[str, Any] = {"data": data, "network": network, "epochs": epochs, "overrides": changes}
-    jobs = []
+    jobs, data_sets = [], DataCache(data_root)
     names: list[str | None] = [*recipes] or [None]
     for name in names:
         for number in numbers:
             folder = default_folder(name or PEERS, number) if name is not None or many else None
             if run is not None:
                 folder = run / (folder.name if len(recipes) > 1 and folder else f"seed{number}") if many else run
-            jobs.append(job_for(name, folder, number, root=data_root, **asked))
+            jobs.append(job_for(name, folder, number, data_sets=data_sets, **asked))
     _train_and_show(
         jobs,
         many,
@@ -153,20 +154,20 @@ def _train_and_show(
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
     from peerbayes.runs.plan import resolve
-    from peerbayes.runs.session import How
+    from peerbayes.runs.session import RunOptions
 
     if dry_run:
-        show_plan(executor.dry_run(resolve(jobs), How(**how), resume=resume), as_json)
+        show_plan(executor.dry_run(resolve(jobs), RunOptions(**how), resume=resume), as_json)
         return []
     failed: dict[int, TrainingError] = {}
     with contextlib.ExitStack() as stack:
         with joined(how["device"]) as world:
             first = world.is_first
-            voice = stack.enter_context(How(world=world, **how).speaking(reporter(quiet or not first)))
+            progress = stack.enter_context(RunOptions(world=world, **how).reporting(reporter(quiet or not first)))
             for job in jobs if resume else ():
                 if not (job.folder / "recipe.toml").is_file():  # scripts always pass --resume; people may have mistyped
-                    voice.headline(f"{job.folder}: no run to resume, starting a new one")
-            shared: dict[str, Any] = {"reporter": voice, "world": world, **how}
+                    progress.headline(f"{job.folder}: no run to resume, starting a new one")
+            shared: dict[str, Any] = {"reporter": progress, "world": world, **how}
             runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         # The other processes are done: evaluating may take longer than they would wait.
         if not first:
@@ -176,11 +177,11 @@ def _train_and_show(
         for done in finished:
             records.append(evaluate_run(done, how["device"], loaded, quiet))
             write_report(done, records[-1])
-            voice.result(done.folder, records[-1])
+            progress.result(done.folder, records[-1])
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
         for done in finished:
-            voice.headline(f"{done.folder}: weights, report.html; next: peerbayes predict {done.folder} FILES")
+            progress.headline(f"{done.folder}: weights, report.html; next: peerbayes predict {done.folder} FILES")
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
@@ -242,7 +243,7 @@ def adopt(
     """
     from peerbayes import adopting
     from peerbayes.networks.normalisation import read_choice
-    from peerbayes.runs.session import How
+    from peerbayes.runs.session import RunOptions
 
     how: dict[str, Any] = {"device": device, "root": data_root, "engine": engine, "precision": precision}
     how |= {"checkpoint_every": checkpoint_every, "log": log}
@@ -261,7 +262,7 @@ def adopt(
     if dry_run:
         folder = run or adopting.default_adopted(checkpoint)
         adoption = adopting.Adoption(checkpoint, data, folder, root=data_root, **settings)
-        show_plan(adopting.plan_rows(adoption, How(**how), resume, smaller), as_json)
+        show_plan(adopting.plan_rows(adoption, RunOptions(**how), resume, smaller), as_json)
         return
     progress = reporter(quiet)
     adopted = adopting.adopt(

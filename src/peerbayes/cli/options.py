@@ -12,7 +12,7 @@ import typer
 from peerbayes.choices import Engine, LoggerName, Precision
 from peerbayes.errors import InputError
 
-DEPTH, MOST = 4, 2000  # depth, and number of folders, in which runs are searched
+MAX_DEPTH, MAX_FOLDERS = 4, 2000  # of folders in which runs are searched
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -44,7 +44,7 @@ def run_folders(incomplete: str) -> list[str]:
 def _below(folder: str) -> Iterator[str]:
     """Yield the run folders below a folder, as paths that begin with it as given."""
     left, seen = [(folder, 0)], 0
-    while left and seen < MOST:
+    while left and seen < MAX_FOLDERS:
         parent, depth = left.pop(0)
         try:
             inner = sorted(entry.name for entry in os.scandir(parent or ".") if entry.is_dir())
@@ -54,7 +54,7 @@ def _below(folder: str) -> Iterator[str]:
             path, seen = os.path.join(parent, name), seen + 1
             if os.path.isfile(os.path.join(path, "recipe.toml")) and os.path.isfile(os.path.join(path, "run.json")):
                 yield path
-            elif depth + 1 < DEPTH and not name.startswith("."):
+            elif depth + 1 < MAX_DEPTH and not name.startswith("."):
                 left.append((path, depth + 1))
 
 

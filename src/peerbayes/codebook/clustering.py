@@ -292,7 +292,7 @@ def _maximised(points: Tensor, old: Components, ridge: float) -> Components:
     return Components(old.mean + shift, covariance, size)
 
 
-MOST = 1 << 16  # centres
+MAX_CENTRES = 1 << 16  # centres
 MANY, NEAREST = 1024, 8  # beyond MANY centres, so many of the nearest are compared, unless one farther off could win
 _CHUNK = 1 << 18
 
@@ -331,8 +331,10 @@ def thrifty(points: Tensor, part: Tensor, worth: float, *, steps: int = 4) -> tu
         raise InputError(f"worth is {worth}: expected a positive number.")
     points, parts = points.double(), int(part.max()) + 1
     count, labels = _squares(points, math.sqrt(6 * worth / math.log(2)))
-    if count > MOST:
-        raise InputError(f"thrift is too small: a bit is worth {worth:g}, which makes more than {MOST:,} squares.")
+    if count > MAX_CENTRES:
+        raise InputError(
+            f"thrift is too small: a bit is worth {worth:g}, which makes more than {MAX_CENTRES:,} squares."
+        )
     _, centres, _ = member_moments(points, labels, points.new_zeros(count, 2))
     for _ in range(steps):
         cheapest = _cheapest(points, part, centres, worth * _bits(labels, part, len(centres), parts))

@@ -41,11 +41,11 @@ from peerbayes.errors import InputError, PeerbayesWarning, nearest
 from peerbayes.math import noise
 from peerbayes.networks.inputs import WordVectors
 from peerbayes.networks.normalisation import IMAGENET_STATS
-from peerbayes.networks.weights_files import is_checkpoint
+from peerbayes.networks.weights_files import is_weights_file
 from peerbayes.showing import html_facts
 
 IN_MEMORY = "arrays"  # the name of a data set that was given none
-NAMED = 10  # classes that are shown
+MAX_CLASSES_SHOWN = 10  # classes that are shown
 _DIGESTED = 64  # inputs of a split that its digest looks at
 _MEASURED = 2000  # files of a folder on which mean and deviation are measured
 
@@ -125,8 +125,8 @@ class Dataset:
         return f"Dataset({self.description}; {self.classes:,} classes, each {shape})"
 
     def _repr_html_(self) -> str:
-        named = ", ".join((self.class_names or ())[:NAMED])
-        more = f" and {self.classes - NAMED:,} more" if named and self.classes > NAMED else ""
+        named = ", ".join((self.class_names or ())[:MAX_CLASSES_SHOWN])
+        more = f" and {self.classes - MAX_CLASSES_SHOWN:,} more" if named and self.classes > MAX_CLASSES_SHOWN else ""
         facts: dict[str, object] = {
             "training": f"{len(self.train):,}",
             "validation": "none" if self.validation is None else f"{len(self.validation):,}",
@@ -449,7 +449,7 @@ def _read(name: str | Path, root: Path | str | None, want_train: bool) -> Source
         return read_corpus(Path(path), want_train)
     if Path(path).is_dir():
         return read_folder(Path(path), want_train)
-    if is_checkpoint(path):
+    if is_weights_file(path):
         raise InputError(f"{path}: holds weights, expected data; the network that they are of is made the best of by "
                          "'peerbayes adopt'")  # fmt: skip
     if Path(path).suffix != ".npz":

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from peerbayes.data.loader import Feed
 from peerbayes.data.transforms.mix import Mixer
+from peerbayes.engine.perturbation import Passes, Perturbation
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import SHARED, StageState, set_global_seed
-from peerbayes.engine.step_parts import Clock, Parts, learnt, norm_and_value, term_value
+from peerbayes.engine.step_parts import Clock, StepFunctions, learnt, norm_and_value, term_value
 from peerbayes.engine.synchronised import gather_batch
-from peerbayes.engine.teachers import Passes, Perturbation, Teachers
+from peerbayes.engine.teachers import Teachers
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.running import kept_buffers
@@ -68,7 +69,7 @@ class Cohort:
         self.streams: dict[str, torch.cuda.Stream] = {}
         self._keys: dict[tuple[str, str], Tensor] = {}  # of addresses; a captured step can't copy them to the device
         self._used: dict[str, None] = {}  # names of streams, since a block of `_forked` began; in order
-        self.go_plain()
+        self.go_eager()
 
     def begin_stage(self, state: StageState, layers: list[str], keys: list[str]) -> None:
         """Take a stage's helpers, optimisers, layers, and the names of its figures.
@@ -85,16 +86,16 @@ class Cohort:
         self.perturb = None if options is None else Perturbation(options, self.teachers, self.peers, self.seed)
         self.sums = torch.zeros(len(keys), dtype=torch.float64, device=self.device)
 
-    def go_plain(self) -> None:
+    def go_eager(self) -> None:
         """Run operation by operation from now on."""
-        self.parts = Parts()
+        self.parts = StepFunctions()
         self.streams = {}
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def eager(self) -> Iterator[None]:
         """Run operation by operation inside the block."""
         before = self.parts, self.streams
-        self.go_plain()
+        self.go_eager()
         try:
             yield
         finally:
@@ -224,13 +225,15 @@ class Cohort:
         with torch.no_grad():
             tensors = [] if self.teachers is None else self.teachers.tensors(number)
         if self.perturb is not None:
-            passes = Passes(tensors, self.parts.run_plain, self.autocast, self._own_stream, self._forked)
+            passes = Passes(tensors, self.parts.run_functional, self.autocast, self._own_stream, self._forked)
             images = self.perturb(images, number, first, passes)
         if self.teachers is None:
             return images, None
         with torch.no_grad():
             with self._forked():
-                logits = self.teachers.logits(self.parts.run_plain, images, tensors, self.autocast, self._own_stream)
+                logits = self.teachers.logits(
+                    self.parts.run_functional, images, tensors, self.autocast, self._own_stream
+                )
             return images, torch.stack(logits)
 
     def output(self, name: str, clock: Clock) -> Output:
@@ -292,7 +295,7 @@ class Cohort:
 
         With many processes: the norm of the gradient's mean over them, which is what an update is made of.
         """
-        with self.plain(), contextlib.ExitStack() as stack:
+        with self.eager(), contextlib.ExitStack() as stack:
             for posterior in self.peers.values():
                 stack.enter_context(kept_buffers(posterior.network))
             batch = self.forward(clock)

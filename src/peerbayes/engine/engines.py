@@ -20,7 +20,7 @@ from torch import Tensor
 from peerbayes.choices import Engine, EngineName
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import set_global_seed
-from peerbayes.engine.step_parts import Clock, Parts
+from peerbayes.engine.step_parts import Clock, StepFunctions
 from peerbayes.engine.verification import verify
 from peerbayes.errors import InputError, reason
 from peerbayes.math import noise
@@ -28,8 +28,8 @@ from peerbayes.math.noise import Address
 from peerbayes.networks.running import tried_kernels
 
 WARM_UP = 3
-TEACHERS = 4  # how many teachers run beside each other
-STREAMS = 32  # how many different streams torch hands out before it hands them out again
+MAX_TEACHER_STREAMS = 4  # how many teachers run beside each other
+MAX_STREAMS = 32  # how many different streams torch hands out before it hands them out again
 
 
 class Eager:
@@ -97,13 +97,15 @@ class Compiled(Eager):
             failed = error
         try:
             if self.cohort.world.any(failed is not None):
-                raise failed or RuntimeError("another process could not")
+                raise failed or RuntimeError("it failed in another process")
         finally:
             failed = None  # its traceback holds this frame, and so the engine
 
     def _compile(self) -> None:
-        plain = Parts()
-        self.cohort.parts = Parts(**{field.name: compiled(getattr(plain, field.name)) for field in fields(plain)})
+        eager = StepFunctions()
+        self.cohort.parts = StepFunctions(
+            **{field.name: compiled(getattr(eager, field.name)) for field in fields(eager)}
+        )
 
     def step(self, step: int, stage_step: int) -> None:
         """Run one step."""
@@ -148,7 +150,7 @@ class Captured(Compiled):
         # One stream for the cohort, one a peer and some for teachers, for good: cuBLAS keeps its scratch space by
         # stream, and two graphs that were captured on one would write into the same.
         self.stream = torch.cuda.Stream(device)
-        teachers = min(len(cohort.teachers), TEACHERS) if cohort.teachers is not None else 0
+        teachers = min(len(cohort.teachers), MAX_TEACHER_STREAMS) if cohort.teachers is not None else 0
         names = [*cohort.peers, *(f"teacher {number}" for number in range(teachers))]
         self.streams = {name: torch.cuda.Stream(device) for name in names}
         self.stream.wait_stream(torch.cuda.current_stream(device))

@@ -203,7 +203,7 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
     # Flags travel over gloo in any case: asking for one must not wait for a GPU.
     backend = "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo"
     try:
-        kept, store = _store_of_this_life(world, timeout)
+        kept, store = _fresh_store(world, timeout)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -218,7 +218,7 @@ def joined(device: str | torch.device = "auto", timeout: timedelta = TIMEOUT) ->
                     kept.set("refused", "")
         # Others may be gone: a group that is destroyed in good order could wait for them.
         dist.distributed_c10d._abort_process_group()
-        _leave_with_one_voice(world, store, error)
+        _leave_once_reported(world, store, error)
         raise
     dist.destroy_process_group()
 
@@ -236,20 +236,23 @@ def _is_sentence(error: BaseException) -> bool:
     return isinstance(error, InputError | TrainingError)
 
 
-def _leave_with_one_voice(world: World, store: Any, error: BaseException) -> None:
-    """Raise what this process should leave with instead of the error; return if that is the error itself."""
+def _leave_once_reported(world: World, store: Any, error: BaseException) -> None:
+    """Let one process raise the error, and end the others by `SystemExit` once they know that it has.
+
+    Returns where the error is no sentence for the user, and every process raises its own.
+    """
     with suppress(dist.DistError):
         if not _is_sentence(error):
             # Where another process has given up, a lost connection is what comes of it.
             if not isinstance(error, RuntimeError) or not store.check(["failed"]):
                 return
             error = InputError(store.get("failed").decode())
-        heard = False
+        reported = False  # whether the first process has raised its error
         if not world.is_first:
             with suppress(dist.DistStoreError):
                 store.wait(["spoken"], PATIENCE)
-                heard = True
-        if not heard and store.add("spoken", 1) == 1:
+                reported = True
+        if not reported and store.add("spoken", 1) == 1:
             if world.is_first:  # the store may be in this process, and go with it
                 with suppress(dist.DistError):
                     store.wait([f"heard/{rank}" for rank in range(1, world.size)], PATIENCE)
@@ -259,37 +262,39 @@ def _leave_with_one_voice(world: World, store: Any, error: BaseException) -> Non
         raise SystemExit(2 if isinstance(error, InputError) else 1)
 
 
-def _store_of_this_life(world: World, timeout: timedelta) -> tuple[Any, Any]:
+def _fresh_store(world: World, timeout: timedelta) -> tuple[Any, Any]:
+    """Return torchrun's store, and a part of it that no process of an earlier start has written to."""
     # torchrun keeps one store over all restarts, where a new process would find the addresses of dead ones, and its
-    # count of restarts differs between nodes. So every process thinks of a name and asks under it; the first process
-    # answers with its own, which is the name of this life. Questions that dead processes have left do no harm.
+    # count of restarts differs between nodes. So every process asks under a random name, and the first process answers
+    # with its own, which becomes the prefix of this start. Questions that dead processes have left do no harm.
     store = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))[0]  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     kept = dist.PrefixStore("peerbayes", store)  # type: ignore[attr-defined]
     if kept.check(["refused"]):
         raise SystemExit(2)
-    life = own = uuid.uuid4().hex
+    prefix = own = uuid.uuid4().hex
     if world.is_first:
         _answer(store, own, set(range(1, world.size)), timeout)
     else:
         store.set(f"peerbayes/asks/{world.rank}", own)
-        life = store.get(f"peerbayes/answer/{own}").decode()
-        store.set(f"peerbayes/{life}/heard/{world.rank}", "")
-    return kept, dist.PrefixStore(life, kept)  # type: ignore[attr-defined]
+        prefix = store.get(f"peerbayes/answer/{own}").decode()
+        store.set(f"peerbayes/{prefix}/heard/{world.rank}", "")
+    return kept, dist.PrefixStore(prefix, kept)  # type: ignore[attr-defined]
 
 
-def _answer(store: Any, life: str, deaf: set[int], timeout: timedelta) -> None:
+def _answer(store: Any, prefix: str, waiting: set[int], timeout: timedelta) -> None:
+    """Send the prefix to all ranks that wait for it, until they have it."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while deaf:
+    while waiting:
         if time.monotonic() > deadline:
-            missing = ", ".join(str(rank) for rank in sorted(deaf))
+            missing = ", ".join(str(rank) for rank in sorted(waiting))
             raise ValueError(f"waited {timeout.total_seconds():g} s in vain for {missing}")
-        for rank in deaf:
+        for rank in waiting:
             if store.check([f"peerbayes/asks/{rank}"]):
                 asker = store.get(f"peerbayes/asks/{rank}").decode()
-                store.set(f"peerbayes/answer/{asker}", life)
+                store.set(f"peerbayes/answer/{asker}", prefix)
         time.sleep(0.01)
-        deaf = {rank for rank in deaf if not store.check([f"peerbayes/{life}/heard/{rank}"])}
+        waiting = {rank for rank in waiting if not store.check([f"peerbayes/{prefix}/heard/{rank}"])}
 
 
 def _from_environment(environment: Mapping[str, str]) -> World:

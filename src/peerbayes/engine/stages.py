@@ -1,18 +1,17 @@
-"""A stage in progress: optimisers, learning rate, terms and their trainable helpers."""
+"""A stage in progress: its optimisers, terms and their trainable helpers."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerbayes.engine.ivon import BETA2, Ivon
+from peerbayes.engine.optimizers import make_optimizer, rates_on_device
 from peerbayes.errors import InputError, within
 from peerbayes.math.noise import Address
 from peerbayes.posteriors.base import Posterior
@@ -39,75 +38,6 @@ def of_term(stage: str, term: str) -> AbstractContextManager[None]:
         term: the term's name.
     """
     return within(f"{stage}.terms.{term}")
-
-
-def learning_rate(stage: settings.Stage, step: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of a step of a stage; a function of the step alone, so nothing has to be resumed.
-
-    Args:
-        stage: with optimiser, schedule and warm-up.
-        step: since the stage began.
-        steps_per_epoch: batches in an epoch.
-    """
-    base, epoch = stage.optimizer.lr, step / steps_per_epoch
-    if stage.warmup and epoch < stage.warmup:
-        return base * max(0.01, epoch / stage.warmup)
-    if stage.lr_schedule == "cosine":
-        done = (epoch - stage.warmup) / max(stage.epochs - stage.warmup, 1e-9)
-        return base * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    passed = sum(milestone <= step // steps_per_epoch for milestone in stage.lr_milestones)
-    return base * stage.lr_factor**passed
-
-
-def rates_on_device(device: torch.device) -> bool:
-    """Return whether optimisers read their rates from tensors on the device, where a captured step sees them change."""
-    return device.type == "cuda"
-
-
-def make_optimizer(
-    options: settings.Optimizer,
-    groups: list[dict[str, Any]],
-    lr: float | Tensor,
-    rhos: Mapping[nn.Parameter, nn.Parameter],
-    train_size: int,
-) -> torch.optim.Optimizer:
-    """Build an optimiser; on a GPU rates are tensors there, so that a captured step sees them change.
-
-    Args:
-        options: which one.
-        groups: parameters with their rates.
-        lr: rate of the first group.
-        rhos: ρ of the parameters that are means of Gaussians, for ``ivon``.
-        train_size: images in the training split, for ``ivon``.
-    """
-    if options.name == "ivon":
-        return Ivon(
-            groups,
-            rhos,
-            lr=lr,
-            ess=options.ess or train_size,
-            weight_decay=options.weight_decay,
-            momentum=options.momentum,
-            beta2=options.beta2 or BETA2,
-        )
-    on_gpu = isinstance(lr, Tensor)
-    if options.name == "sgd":
-        return torch.optim.SGD(
-            groups,
-            lr=lr,
-            momentum=options.momentum,
-            nesterov=options.nesterov,
-            weight_decay=options.weight_decay,
-            fused=on_gpu,
-        )
-    kind: type[torch.optim.Adam]
-    if options.name == "adam":
-        kind = torch.optim.Adam
-    elif options.name == "adamw":
-        kind = torch.optim.AdamW
-    else:
-        assert_never(options.name)  # type checkers refuse a name that nothing builds
-    return kind(groups, lr=lr, weight_decay=options.weight_decay, capturable=on_gpu, fused=on_gpu)
 
 
 class StageState:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from peerbayes.data.transforms.augment import augment
 from peerbayes.engine.processes import World
 from peerbayes.engine.stages import StageState
-from peerbayes.engine.teachers import run_plain
+from peerbayes.engine.teachers import run_functional
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
 from peerbayes.networks.inputs import to_unit
@@ -160,7 +160,7 @@ def figure_names(state: StageState, batch: Batch, peers: Iterable[str]) -> list[
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepFunctions:
     """The functions that a step is made of, as they are or compiled.
 
     Each is compiled by itself and once, whoever calls it: peers of one network share its forward pass, and cohorts and
@@ -170,6 +170,6 @@ class Parts:
     prepare_images: Callable[..., Tensor] = prepare_images
     place_peer: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = place_peer
     run_peer: Callable[..., tuple[Tensor, list[Tensor]]] = run_peer
-    run_plain: Callable[..., Tensor] = run_plain
+    run_functional: Callable[..., Tensor] = run_functional
     term_value: Callable[..., tuple[Tensor, dict[str, Tensor]]] = term_value
     total_and_figures: Callable[..., tuple[Tensor, Tensor]] = total_and_figures

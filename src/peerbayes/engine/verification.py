@@ -1,4 +1,4 @@
-"""Whether compiled parts of a step have the gradients of the plain ones: compilers have lost some without a word."""
+"""Whether compiled parts of a step have the gradients of the eager ones: compilers have lost some without a word."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peerbayes.engine.step_parts import Clock, Parts, learnt, term_value
-from peerbayes.engine.teachers import Passes, run_plain
+from peerbayes.engine.perturbation import Passes
+from peerbayes.engine.step_parts import Clock, StepFunctions, learnt, term_value
+from peerbayes.engine.teachers import run_functional
 from peerbayes.posteriors.flat_network import Weights
 from peerbayes.terms.definition import Term
 from peerbayes.terms.step import Batch, Output
@@ -27,7 +28,7 @@ INSTEAD = "on a GPU --precision float32 needs no compiler"
 
 
 def verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
-    """Fail where the gradient of a compiled term, peer's network or perturbation is not that of the plain one.
+    """Fail where the gradient of a compiled term, peer's network or perturbation is not that of the eager one.
 
     Of teachers that images are not moved by, the logits are compared.
 
@@ -39,7 +40,7 @@ def verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
         reseed: puts torch's generators where they are at the step.
     """
     devices = [cohort.device] if cohort.device.type == "cuda" else []
-    # A plain step may need more memory than a compiled one, which is then trusted.
+    # An eager step may need more memory than a compiled one, which is then trusted.
     with torch.random.fork_rng(devices), contextlib.suppress(torch.OutOfMemoryError):
         _verify(cohort, clock, reseed)
 
@@ -47,16 +48,16 @@ def verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
 def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
     made = cohort.parts
     reseed()
-    with cohort.plain(), torch.no_grad():
+    with cohort.eager(), torch.no_grad():
         batch = cohort.forward(clock)
     for peer, posterior in cohort.peers.items():
         parameters = learnt(posterior)
         apart: dict[str, tuple[float, float]] = {}
         for term, options in cohort.state.terms if cohort.recipe.update == "simultaneous" else ():
-            plain, found = (
+            eager, found = (
                 _of_term(ask, term, options, batch, peer, parameters) for ask in (term_value, made.term_value)
             )
-            apart[term.name] = float((found - plain).norm()), float(plain.norm())
+            apart[term.name] = float((found - eager).norm()), float(eager.norm())
         largest = max((norm for _, norm in apart.values()), default=0.0)
         for name, (off, norm) in apart.items():
             if math.isfinite(norm) and not off <= TERMS * norm + ROUNDING * largest:
@@ -65,9 +66,9 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
                     f"off by {off:.2g} at a norm of {norm:.2g}; {INSTEAD}"
                 )
         norms = []
-        for parts in (Parts(), made):
+        for parts in (StepFunctions(), made):
             reseed()
-            with cohort.plain():
+            with cohort.eager():
                 cohort.parts = parts
                 logits = cohort.output(peer, clock).logits
                 norms.append(float(_flat(logits.square().mean(), parameters).norm()))
@@ -75,13 +76,13 @@ def _verify(cohort: Cohort, clock: Clock, reseed: Callable[[], None]) -> None:
     _verify_teachers(cohort, clock, made, reseed)
 
 
-def _verify_teachers(cohort: Cohort, clock: Clock, made: Parts, reseed: Callable[[], None]) -> None:
+def _verify_teachers(cohort: Cohort, clock: Clock, made: StepFunctions, reseed: Callable[[], None]) -> None:
     """Compare what teachers say of the images of the last `forward`, and which way they would have them moved."""
     teachers, perturb, images = cohort.teachers, cohort.perturb, cohort.images
     if teachers is None:
         return
     said, ways = [], []
-    for run in (run_plain, made.run_plain):
+    for run in (run_functional, made.run_functional):
         reseed()
         with torch.no_grad():
             tensors = teachers.tensors(clock.step)
@@ -95,10 +96,10 @@ def _verify_teachers(cohort: Cohort, clock: Clock, made: Parts, reseed: Callable
 
 
 def _compare(what: str, norms: Sequence[float]) -> None:
-    plain, compiled = norms
-    if math.isfinite(plain) and not plain / NETWORKS <= compiled <= plain * NETWORKS:
+    eager, compiled = norms
+    if math.isfinite(eager) and not eager / NETWORKS <= compiled <= eager * NETWORKS:
         raise RuntimeError(
-            f"torch {torch.__version__} compiles {what} a norm of {compiled:.2g} instead of {plain:.2g}; {INSTEAD}"
+            f"torch {torch.__version__} compiles {what} a norm of {compiled:.2g} instead of {eager:.2g}; {INSTEAD}"
         )
 
 

@@ -21,7 +21,7 @@ from peerbayes.posteriors import storage
 
 OPSET = 18  # the first one with bitwise operators, which noise is made by
 ABOUT = "peerbayes"  # under which a file says what it is
-MOST = (1 << 31) - (1 << 24)  # bytes that one ONNX file can hold, with room for its graph
+MAX_ONNX_BYTES = (1 << 31) - (1 << 24)  # bytes that one ONNX file can hold, with room for its graph
 FOLDED = 256  # numbers of a constant that may be worked out beforehand: a larger one would be stored
 DYNAMIC = {
     "images": "batch",
@@ -108,7 +108,7 @@ def write_onnx(path: Path, found: ExportedProgram, names: Sequence[str], about: 
     """
     onnx, onnxscript, _ = needed()
     large = sum(tensor.nbytes for tensor in found.state_dict.values())
-    if large > MOST:
+    if large > MAX_ONNX_BYTES:
         size = f"{large / 1e9:.1f}"
         raise InputError(f"an ONNX file holds 2 GB, this one would have {size}: bake fewer draws, or take noise 'seed'")
     try:

@@ -309,7 +309,7 @@ MEMORY = 1 << 30  # bytes that draws at once, or images as floats, may take, rou
 TRY_KERNELS = 100_000  # image-draws from which on it pays to let cuDNN try its kernels
 IMAGES = 1 << 28  # bytes of images that a split is predicted in
 SHOWN = 10  # inputs that are printed
-NAMED = 4  # classes of a set that are printed
+MAX_CLASSES_SHOWN = 4  # classes of a set that are printed
 WIDTH = 60  # characters of a text that are printed
 
 
@@ -578,8 +578,8 @@ def _settle(
 
 
 def _in_short(names: Sequence[str]) -> str:
-    more = f" … {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return " | ".join(names[:NAMED]) + more or "-"
+    more = f" … {len(names) - MAX_CLASSES_SHOWN} more" if len(names) > MAX_CLASSES_SHOWN else ""
+    return " | ".join(names[:MAX_CLASSES_SHOWN]) + more or "-"
 
 
 def _cell(value: Any) -> str:

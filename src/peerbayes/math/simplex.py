@@ -7,7 +7,7 @@ from torch import Tensor
 
 from peerbayes.errors import InputError
 
-MOST = 16  # vectors
+MAX_VECTORS = 16  # vectors
 _DAMPING = 1e-10  # of a step, relative to the squares; a direction without curvature then means a step of nearly zero
 _NOISE = 1e-13  # of a multiplier, relative to the products that it is a sum of
 
@@ -40,8 +40,8 @@ def least_norm_weights(gram: Tensor, cap: float = 1.0) -> Tensor:
             f"gram is a {gram.dtype} tensor of shape {tuple(gram.shape)}: expected floating-point (..., M, M)."
         )
     count = gram.shape[-1]
-    if not 1 <= count <= MOST:
-        raise InputError(f"gram is of {count} vectors: expected 1 to {MOST}.")
+    if not 1 <= count <= MAX_VECTORS:
+        raise InputError(f"gram is of {count} vectors: expected 1 to {MAX_VECTORS}.")
     if not cap * count >= 1 - 1e-9:
         raise InputError(
             f"cap is {cap}: {count} weights of at most that cannot add up to 1; expected 1/{count} or more."

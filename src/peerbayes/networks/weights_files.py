@@ -23,7 +23,7 @@ WRAPPERS = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "state_dict"
             "network", "net", "weights")  # fmt: skip
 
 
-def is_checkpoint(path: str | Path) -> bool:
+def is_weights_file(path: str | Path) -> bool:
     """Return whether a name ends as a file of weights does."""
     return Path(path).suffix in ENDINGS
 

@@ -16,7 +16,7 @@ from peerbayes.math.noise import Address, normal, uniform
 if TYPE_CHECKING:
     from peerbayes.posteriors.flat_network import Layout
 
-MOST = 2.0  # a scale grows or shrinks by at most this factor in a step
+MAX_FACTOR = 2.0  # a scale grows or shrinks by at most this factor in a step
 LEAST = 1e-12  # no step makes a scale smaller than that
 
 
@@ -47,7 +47,7 @@ def moved(rho: Tensor, sigma: Tensor) -> Tensor:
         sigma: σ after it.
     """
     before = F.softplus(rho)
-    after = sigma.clamp(torch.maximum(before / MOST, before.clamp_max(LEAST)), before * MOST)
+    after = sigma.clamp(torch.maximum(before / MAX_FACTOR, before.clamp_max(LEAST)), before * MAX_FACTOR)
     return (rho + (inverse_softplus(after) - inverse_softplus(before))).to(rho.dtype)
 
 

@@ -38,8 +38,8 @@ from typing import Any
 
 from peerbayes.errors import InputError
 
-DEPTH = 64  # parts of a key in a recipe's file
-_DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEPTH}}}""")
+MAX_KEY_PARTS = 64  # parts of a key in a recipe's file
+_DEEP = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}""")
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def parsed(path: Path, origin: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if _DEEP.search(text):  # which takes the parser minutes
-            raise InputError(f"{origin}: a key has more than {DEPTH} parts")
+            raise InputError(f"{origin}: a key has more than {MAX_KEY_PARTS} parts")
         table: dict[str, Any] = tomllib.loads(text)
         return table
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.networks.weights_files import is_checkpoint
+from peerbayes.networks.weights_files import is_weights_file
 from peerbayes.recipes.packaged import packaged, parsed, rows
 from peerbayes.recipes.settings import CUSTOM, Data, Evaluation, Peer, Stage, TeacherOptions
 from peerbayes.schema import Strict
@@ -214,14 +214,14 @@ def _toml_key(key: str) -> str:
 
 def _told(value: str) -> str:
     path = Path(value)
-    kept = 2 if is_checkpoint(path) else 1  # all weights files have names alike
+    kept = 2 if is_weights_file(path) else 1  # all weights files have names alike
     return "/".join(path.parts[-kept:]) if path.is_absolute() else value
 
 
 def is_recipe(source: str) -> bool:
     """Whether what weights come from, or a teacher, is a recipe, to be trained if need be, not a run or its file."""
     path = Path(source).expanduser()
-    return source in packaged() or (path.is_file() and not is_checkpoint(path))
+    return source in packaged() or (path.is_file() and not is_weights_file(path))
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: str | Sequence[str] = ()) -> Recipe:

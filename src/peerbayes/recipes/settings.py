@@ -129,7 +129,7 @@ Kind = Literal["none", "gaussian", "ods", "conf_ods", "tdiv", "tdiv_sdiv", "bald
 
 
 class Perturb(Strict):
-    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.teachers.Perturbation`.
+    """Steps of the images, of the size of noise of 1/255 a pixel; see `peerbayes.engine.perturbation.Perturbation`.
 
     Attributes:
         kind: ``gaussian`` noise; along the gradient of a random mix of a teacher's probabilities (``ods``), times its
@@ -246,7 +246,7 @@ class Stage(Strict):
     def _ivon_has_its_prior(self) -> Stage:
         for name in ("kl", "weight_diversity") if self.optimizer.name == "ivon" else ():
             if name in self.terms:
-                raise ValueError(f"ivon learns scales from draws alone, and {name} pulls at them; leave it out")
+                raise ValueError(f"ivon learns scales from draws alone: remove term '{name}'")
         return self
 
     @field_validator("mix", "perturb")

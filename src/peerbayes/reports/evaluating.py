@@ -76,7 +76,7 @@ def evaluate(
         device: where to predict.
         root: data root.
         trust: allow what the recipe of a run folder names as ``package.module:name``.
-        log: loggers that get the figures, beside what they have got in training, see `How`.
+        log: loggers that get the figures, beside what they have got in training, see `RunOptions`.
 
     Example:
         >>> import tempfile

@@ -22,7 +22,7 @@ from peerbayes.runs.building import build_peers, build_teachers
 from peerbayes.runs.folder import origins_of, other_weights, refuse_occupied, refuse_other_origins
 from peerbayes.runs.plan import DATA_KEYS, Job, Node, Parent, Plan, lineage_depth, resolve
 from peerbayes.runs.run import Run, peer_called, peers_at
-from peerbayes.runs.session import How, Session, in_parts, refuse_unknown, train_wave
+from peerbayes.runs.session import RunOptions, Session, in_parts, refuse_unknown, train_pack
 from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
 
@@ -76,15 +76,15 @@ def train_jobs(
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
-        how: see `How`.
+        how: see `RunOptions`.
     """
     refuse_unknown(how, train_jobs)
-    return execute(resolve(jobs), How(**how), resume=resume, reporter=reporter, errors=errors)
+    return execute(resolve(jobs), RunOptions(**how), resume=resume, reporter=reporter, errors=errors)
 
 
 def execute(
     plan: Plan,
-    how: How,
+    options: RunOptions,
     *,
     resume: bool = False,
     reporter: Reporter | None = None,
@@ -96,28 +96,28 @@ def execute(
 
     Args:
         plan: from `resolve`.
-        how: device, engine, precision, side by side.
+        options: device, engine, precision, side by side.
         resume: go on with runs that were interrupted.
         reporter: told of progress; by default the console.
         errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
             others have ended.
     """
-    with how.speaking(reporter) as voice:
-        device, loaded = _device(plan, how), DataCache(how.root)
+    with options.reporting(reporter) as reporter:
+        device, loaded = _device(plan, options), DataCache(options.root)
         _check_folders(plan, resume)
-        _check_alike(plan, how, device)
+        _check_alike(plan, options, device)
         for node in plan.targets:
             if node.finished:
-                voice.headline(f"{node.folder}: already finished")
+                reporter.headline(f"{node.folder}: already finished")
                 _take_over(node, device)
-        _check_nodes(plan, loaded, device, how)
-        _check_alike_data(plan, loaded, how)
+        _check_nodes(plan, loaded, device, options)
+        _check_alike_data(plan, loaded, options)
         for node in plan.sources:
-            voice.headline(f"{node.recipe.name}: training it first, into {node.folder}")
+            reporter.headline(f"{node.recipe.name}: training it first, into {node.folder}")
         failed: dict[Path, TrainingError] = {}
         for place, nodes in enumerate(plan.waves, start=1):
             last = place == len(plan.waves)
-            failed = _train_packed(nodes, loaded, device, resume or not last, voice, how)
+            failed = _train_packed(nodes, loaded, device, resume or not last, reporter, options)
             for error in failed.values() if not last else ():
                 raise error
         of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
@@ -128,21 +128,21 @@ def execute(
         return [node.run() for node in plan.targets]
 
 
-def dry_run(plan: Plan, how: How, *, resume: bool = False) -> list[dict[str, Any]]:
+def dry_run(plan: Plan, options: RunOptions, *, resume: bool = False) -> list[dict[str, Any]]:
     """Check a plan as `execute` does, and return what would be trained, a row a run in the order of training.
 
     Args:
         plan: as `resolve` returns it.
-        how: see `How`.
+        options: see `RunOptions`.
         resume: whether folders may hold interrupted runs.
 
     Returns:
         rows of the recipe, the folder, the seed, peers with their networks, what they start from and learn from,
         epochs, steps, and files.
     """
-    device, loaded = _device(plan, how), DataCache(how.root)
+    device, loaded = _device(plan, options), DataCache(options.root)
     _check_folders(plan, resume)
-    _check_nodes(plan, loaded, device, how, whole=True)
+    _check_nodes(plan, loaded, device, options, whole=True)
     rows = []
     for node in plan:
         recipe, data = node.recipe, loaded(node)
@@ -175,18 +175,18 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: DataC
         jobs: as `train_jobs` takes them.
         resume: whether their folders may hold interrupted runs; None for not looking there.
         loaded: data sets that are known already.
-        how: see `How`.
+        how: see `RunOptions`.
     """
-    settings = How(**how)
-    known, device = loaded or DataCache(settings.root), settings.place()
+    options = RunOptions(**how)
+    known, device = loaded or DataCache(options.root), options.pick_device()
     for node in resolve(jobs).targets:
         if resume is not None:
             refuse_occupied(node, resume)
         if not node.finished:
-            _rehearse(node, known(node), device, settings)
+            _rehearse(node, known(node), device, options)
 
 
-def _device(plan: Plan, how: How) -> torch.device:
+def _device(plan: Plan, options: RunOptions) -> torch.device:
     """Return where the plan is trained: posteriors that were given stay where they are, unless another is asked for."""
     given = [
         posterior
@@ -194,7 +194,7 @@ def _device(plan: Plan, how: How) -> torch.device:
         for posterior in (*node.given.peers.values(), *node.starts.values())
         if isinstance(posterior, Posterior)
     ]
-    return given[0].device if given and how.device == "auto" else how.place()
+    return given[0].device if given and options.device == "auto" else options.pick_device()
 
 
 def _take_over(node: Node, device: torch.device) -> None:
@@ -255,40 +255,40 @@ def _parent_digest(run: Run, name: str, start: Parent) -> str | None:
     return Point(network, start_from=start).provenance.parent
 
 
-def _check_nodes(plan: Plan, loaded: DataCache, device: torch.device, how: How, whole: bool = False) -> None:
+def _check_nodes(plan: Plan, loaded: DataCache, device: torch.device, options: RunOptions, whole: bool = False) -> None:
     """Refuse what is wrong with any run before the first is trained, which may take days.
 
     A single run is not sent a batch here unless ``whole``: its learner does that before anything is written.
     """
     nodes = list(plan)
-    alone = not whole and len(plan.waves) == 1 and len(how.waves(nodes, device)) == 1
+    alone = not whole and len(plan.waves) == 1 and len(options.packs(nodes, device)) == 1
     # A codebook is made of gradients, which data that do not fit can't give.
     alone &= not any(peer.posterior.posterior_class.made_of_posterior for node in nodes for peer in node.recipe.peers)
     for node in {node.recipe.digest: node for node in nodes}.values():  # seeds are alike
         if alone:
-            check_outside(node.recipe, loaded(node), how.root)
+            check_outside(node.recipe, loaded(node), options.root)
         else:
-            _rehearse(node, loaded(node), device, how)
+            _rehearse(node, loaded(node), device, options)
 
 
-def _check_alike(plan: Plan, how: How, device: torch.device) -> None:
+def _check_alike(plan: Plan, options: RunOptions, device: torch.device) -> None:
     """Refuse processes that were not started alike, before they send one another anything else."""
+    compared = ("engine", "precision", "checkpoint_every", "synchronise")
     facts = {
         "another recipe, or other settings of it": [node.recipe.digest for node in plan],
         "another seed": [node.seed for node in plan],
-        "other options": [how.engine, how.precision, how.checkpoint_every, how.synchronise],
         "other versions": environment(device)["versions"],
-    }
-    _refuse_differing(how.world.differing({what: str(fact) for what, fact in facts.items()}))
+    } | {f"another value of {name}": getattr(options, name) for name in compared}
+    _refuse_differing(options.world.differing({what: str(fact) for what, fact in facts.items()}))
 
 
-def _check_alike_data(plan: Plan, loaded: DataCache, how: How) -> None:
-    if how.world.size == 1:
+def _check_alike_data(plan: Plan, loaded: DataCache, options: RunOptions) -> None:
+    if options.world.size == 1:
         return
     sets = {id(data): data for data in map(loaded, plan)}.values()
     splits = [split for data in sets for split in (data.train, data.validation) if split is not None]
     names = ", ".join(dict.fromkeys(data.name for data in sets))
-    _refuse_differing(how.world.differing({f"other data called {names}": " ".join(map(digest, splits))}))
+    _refuse_differing(options.world.differing({f"other data called {names}": " ".join(map(digest, splits))}))
 
 
 def _refuse_differing(differing: Mapping[str, Sequence[int]]) -> None:
@@ -299,12 +299,12 @@ def _refuse_differing(differing: Mapping[str, Sequence[int]]) -> None:
         )
 
 
-def _rehearse(node: Node, data: Dataset, device: torch.device, how: How) -> None:
+def _rehearse(node: Node, data: Dataset, device: torch.device, options: RunOptions) -> None:
     """Send one small batch through every term of every stage of a run; what is not trained yet has a stand-in."""
-    check_outside(node.recipe, data, how.root)
+    check_outside(node.recipe, data, options.root)
     teachers = build_teachers(node, data, device)
     peers = build_peers(node, data, device, rehearse=True)
-    Learner(node.recipe, peers, data, node.seed, engine="eager", world=how.world, teachers=teachers).feed.close()
+    Learner(node.recipe, peers, data, node.seed, engine="eager", world=options.world, teachers=teachers).feed.close()
 
 
 def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> None:
@@ -326,31 +326,36 @@ def check_outside(recipe: Recipe, data: Dataset, root: str | Path | None) -> Non
 
 
 def _train_packed(
-    nodes: Sequence[Node], loaded: DataCache, device: torch.device, resume: bool, reporter: Reporter, how: How
+    nodes: Sequence[Node],
+    loaded: DataCache,
+    device: torch.device,
+    resume: bool,
+    reporter: Reporter,
+    options: RunOptions,
 ) -> dict[Path, TrainingError]:
     """Train runs side by side, fewer where memory is too small; return why some could not go on, by folder."""
     errors: dict[Path, TrainingError] = {}
-    waves, begun = how.waves(nodes, device), set[Path]()
-    while waves:
-        wave, *waves = waves
+    packs, begun = options.packs(nodes, device), set[Path]()
+    while packs:
+        pack, *packs = packs
         sessions = []
-        for node in wave:
+        for node in pack:
             data = loaded(node)
-            voice = reporter if len(wave) == 1 else reporter.beside(node.folder.name)
+            own_reporter = reporter if len(pack) == 1 else reporter.beside(node.folder.name)
             teachers = build_teachers(node, data, device)
             depth = lineage_depth(node)
             peers = build_peers(node, data, device, depth)
             goes_on = resume or node.folder in begun
-            sessions.append(Session(node, peers, data, goes_on, voice, how, len(wave), teachers, depth))
-        errors |= {wave[place].folder: error for place, error in train_wave(sessions, how.world).items()}
+            sessions.append(Session(node, peers, data, goes_on, own_reporter, options, len(pack), teachers, depth))
+        errors |= {pack[place].folder: error for place, error in train_pack(sessions, options.world).items()}
         del sessions, teachers, peers
-        gc.collect()  # graphs, moments and memory pools of this wave, before the next one takes its own
-        again = [node for node in wave if len(wave) > 1 and isinstance(errors.get(node.folder), OutOfMemory)]
+        gc.collect()  # graphs, moments and memory pools of this pack, before the next one takes its own
+        again = [node for node in pack if len(pack) > 1 and isinstance(errors.get(node.folder), OutOfMemory)]
         if again:
-            size = len(wave) // 2
-            reporter.warn(f"the memory of {device} is too small for {len(wave)} runs side by side: from now on {size}")
+            size = len(pack) // 2
+            reporter.warn(f"the memory of {device} is too small for {len(pack)} runs side by side: from now on {size}")
             begun |= {node.folder for node in again}
             for node in again:
                 del errors[node.folder]
-            waves = in_parts([*again, *(node for later in waves for node in later)], size)
+            packs = in_parts([*again, *(node for later in packs for node in later)], size)
     return errors

@@ -1,4 +1,4 @@
-"""A run's folder while it is trained: what may lie there, who holds it, its lines of metrics, and its checkpoints."""
+"""A run's folder while it is trained: what may lie there, who holds it, and its lines of metrics."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from peerbayes.errors import InputError
 from peerbayes.networks.normalisation import choice_in_words
-from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.recipe import Recipe, changes_between
-from peerbayes.runs.run import NAMED, TAUGHT_BY, Run, peer_called, write_text
+from peerbayes.runs.run import MAX_LISTED, TAUGHT_BY, Run, peer_called, write_text
 
 if TYPE_CHECKING:
     from peerbayes.runs.plan import Job
 
 
-KEEP = 2  # checkpoints
-OTHERS = "another process is training this run"
+LOCKED = "another process is training this run"
 FILES = [
     "run.json",
     "metrics.jsonl",
@@ -76,10 +72,10 @@ def _other_settings(before: Recipe, now: Recipe) -> str:
     if before.name != now.name:
         return f"holds a run of another recipe, {before.name} ('{before.title}'), not {now.name}; name that one"
     there, here = changes_between(now, before), changes_between(before, now)
-    more = f" and {len(there) - NAMED} more" if there[NAMED:] else ""
+    more = f" and {len(there) - MAX_LISTED} more" if there[MAX_LISTED:] else ""
     return (
-        f"holds a run of {before.name} with other settings: {', '.join(there[:NAMED])}{more} there, "
-        f"{', '.join(here[:NAMED])}{more} here; give those"
+        f"holds a run of {before.name} with other settings: {', '.join(there[:MAX_LISTED])}{more} there, "
+        f"{', '.join(here[:MAX_LISTED])}{more} here; give those"
     )
 
 
@@ -168,7 +164,7 @@ def lock(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise InputError(f"{folder}: {OTHERS}") from None
+                raise InputError(f"{folder}: {LOCKED}") from None
             # Whoever had it may have removed the file since it was opened: then nobody else would see this lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -177,46 +173,3 @@ def lock(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("checkpoint-*.safetensors"))
-
-
-def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of a step, whole or not at all, then drop all but the newest two.
-
-    Args:
-        folder: the run's.
-        step: since the run began.
-        tensors: by name.
-        about: the description, JSON-ready.
-    """
-    path = folder / f"checkpoint-{step:09d}.safetensors"
-    storage.write(path, tensors, {**about, "step": step})
-    for old in _checkpoints(folder)[:-KEEP]:
-        old.unlink()
-    storage.sync_folder(folder)
-    return path
-
-
-def newest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
-    """Return tensors, description and complaints about damaged files; None where there is no checkpoint.
-
-    A damaged newest one falls back to the one before.
-
-    Raises:
-        InputError: there are checkpoints, and none can be read.
-    """
-    files = _checkpoints(folder)
-    complaints: list[str] = []
-    for path in reversed(files):
-        try:
-            tensors, about = storage.read(path)
-        except InputError as error:
-            complaints.append(str(error))
-            continue
-        return tensors, about, complaints
-    if files:
-        raise InputError(f"no checkpoint can be read: {'; '.join(complaints)}; delete the run folder to start anew")
-    return None

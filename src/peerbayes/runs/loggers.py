@@ -99,7 +99,7 @@ class MLflowLogger(Logger):
     """A run of ``MLFLOW_EXPERIMENT_NAME`` or ``peerbayes``, at ``MLFLOW_TRACKING_URI`` or MLflow's own place."""
 
     package: ClassVar[str] = "mlflow"
-    MOST: ClassVar[int] = 100  # parameters a call
+    MAX_PARAMETERS: ClassVar[int] = 100  # parameters a call
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
         super().__init__(folder, state)
@@ -123,8 +123,8 @@ class MLflowLogger(Logger):
         from mlflow.entities import Param
 
         given = [Param(_plain(name), str(value)) for name, value in values.items()]
-        for start in range(0, len(given), self.MOST):
-            self.client.log_batch(self.state["run"], params=given[start : start + self.MOST])
+        for start in range(0, len(given), self.MAX_PARAMETERS):
+            self.client.log_batch(self.state["run"], params=given[start : start + self.MAX_PARAMETERS])
 
     def metrics(self, values: Values, step: int) -> None:
         """Log metrics."""

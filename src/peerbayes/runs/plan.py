@@ -12,11 +12,11 @@ from torch import nn
 
 from peerbayes.data import dataset
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.teachers import SEVERAL
+from peerbayes.engine.perturbation import SEVERAL
 from peerbayes.errors import InputError, within
 from peerbayes.importing import allow, in_run
 from peerbayes.networks.normalisation import Choice
-from peerbayes.networks.weights_files import is_checkpoint
+from peerbayes.networks.weights_files import is_weights_file
 from peerbayes.posteriors.base import Posterior
 from peerbayes.recipes.packaged import packaged
 from peerbayes.recipes.recipe import Recipe, is_recipe, load_recipe
@@ -130,19 +130,19 @@ def resolve(jobs: Sequence[Job]) -> Plan:
     targets = [resolver.node(job) for job in resolver.jobs]
     heights: dict[Node, int] = {}
     for node in targets:
-        _measure(node, 0, heights)
+        _note_heights(node, 0, heights)
     count = max(heights.values(), default=-1) + 1
     waves = [[node for node, height in heights.items() if height == count - 1 - place] for place in range(count)]
     return Plan(targets, waves)
 
 
-def _measure(node: Node, height: int, heights: dict[Node, int]) -> None:
+def _note_heights(node: Node, height: int, heights: dict[Node, int]) -> None:
     """Note how many runs at most wait for one another above a run, and above those that it needs."""
     if node.finished or heights.get(node, -1) >= height:
         return
     heights[node] = height
     for parent in node.needs:
-        _measure(parent, height + 1, heights)
+        _note_heights(parent, height + 1, heights)
 
 
 class _Resolver:
@@ -213,7 +213,7 @@ class _Resolver:
             elif given is not None:
                 if is_trained(given.folder):
                     starts[peer.name] = self.node(self._completed(given))
-            elif is_checkpoint(source) and Path(source).is_file():
+            elif is_weights_file(source) and Path(source).is_file():
                 starts[peer.name] = Path(source)
             elif is_trained(Path(source)):
                 starts[peer.name] = only_weights(Run(source), peer)
@@ -227,10 +227,10 @@ class _Resolver:
         if source is None:
             return None
         path = Path(source)
-        folder = (path.parent if is_checkpoint(source) else path).resolve()
+        folder = (path.parent if is_weights_file(source) else path).resolve()
         if folder in self._wanted and folder != job.folder.resolve():
             return self.node(self._wanted[folder])
-        if is_checkpoint(source):
+        if is_weights_file(source):
             if not path.exists():
                 raise InputError(f"peer '{peer.name}': start_from: {source}: no such file")
             return path
@@ -267,7 +267,7 @@ class _Resolver:
     def _check_circle(self, source: str, above: tuple[str, ...] = ()) -> None:
         """Refuse a recipe that needs itself, to start from or as a teacher."""
         if source in above:
-            raise InputError(f"recipe '{source}' leads back to itself, by way of {' and '.join(above)}: a circle")
+            raise InputError(f"circular start_from or teachers: {' -> '.join((*above[above.index(source) :], source))}")
         if not is_recipe(source):
             return
         recipe = self.recipe(source)
@@ -460,7 +460,7 @@ def folder_of(parent: Parent) -> Path:
     if isinstance(parent, Node):
         return parent.folder
     assert isinstance(parent, Path)
-    return parent.parent if is_checkpoint(parent) else parent
+    return parent.parent if is_weights_file(parent) else parent
 
 
 def lineage_depth(node: Node) -> int:

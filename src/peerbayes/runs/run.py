@@ -47,7 +47,7 @@ from peerbayes.schema import Strict, Table
 from peerbayes.showing import Page, html_facts, html_table
 from peerbayes.training.reporters import waiting
 
-NAMED = 5  # runs that a sentence lists
+MAX_LISTED = 5  # runs that a sentence lists
 ADOPTED = "adopted.json"  # what an adoption says of its runs
 CONFIG = "config.json"  # of an export
 WEIGHTS = "model.safetensors"  # of the only peer of an export
@@ -632,8 +632,8 @@ def _why(folder: Path) -> str:
     below = [str(run) for run in runs_below(folder)]
     if not below:
         return " (it has no recipe.toml)"
-    more = f" and {len(below) - NAMED} more" if below[NAMED:] else ""
-    return f", but one of runs; name them one by one: {', '.join(below[:NAMED])}{more}"
+    more = f" and {len(below) - MAX_LISTED} more" if below[MAX_LISTED:] else ""
+    return f", but one of runs; name them one by one: {', '.join(below[:MAX_LISTED])}{more}"
 
 
 def _by_number(name: str) -> list[str | float]:

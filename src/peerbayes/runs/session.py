@@ -16,7 +16,7 @@ from torch import Tensor
 
 from peerbayes.choices import Engine, Placement, Precision
 from peerbayes.data.dataset import Dataset
-from peerbayes.engine.engines import STREAMS, TEACHERS, pick
+from peerbayes.engine.engines import MAX_STREAMS, MAX_TEACHER_STREAMS, pick
 from peerbayes.engine.processes import ALONE, World, environment, pick_device, threads
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError, nearest
@@ -26,15 +26,14 @@ from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.flat_network import Provenance
 from peerbayes.recipes.recipe import Recipe, is_recipe
 from peerbayes.recipes.recipe_data import network_inputs
+from peerbayes.runs.checkpoints import newest_checkpoint, write_checkpoint
 from peerbayes.runs.folder import (
-    OTHERS,
+    LOCKED,
     MetricsLog,
     is_of_a_run,
     lock,
-    newest_checkpoint,
     origins_of,
     refuse_other_origins,
-    write_checkpoint,
 )
 from peerbayes.runs.loggers import loggers_named
 from peerbayes.runs.run import TAUGHT_BY, Run, peer_called, remember, stamp, write_text
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class How:
+class RunOptions:
     """How jobs are run; nothing here changes what is learnt, but for rounding.
 
     Attributes:
@@ -87,15 +86,15 @@ class How:
         if self.log:
             loggers_named(self.log)
 
-    def place(self) -> torch.device:
-        """Return the device."""
+    def pick_device(self) -> torch.device:
+        """Return the device to train on."""
         return pick_device(self.device) if self.world.size == 1 else self.world.device(self.device)
 
     @contextlib.contextmanager
-    def speaking(self, reporter: Reporter | None) -> Iterator[Reporter]:
-        """Yield who speaks for this process: nobody in all but the first, which says the same.
+    def reporting(self, reporter: Reporter | None) -> Iterator[Reporter]:
+        """Yield this process's reporter, a silent one on ranks above 0, which also tells the loggers.
 
-        Loggers are closed at the end of the block, but for those of a reporter that has them already.
+        Loggers are closed at the end of the block, unless the given reporter has them already.
         """
         if not self.world.is_first:
             yield _Mute()
@@ -122,7 +121,7 @@ class How:
             "synchronise": self.synchronise,
         }
 
-    def waves(self, nodes: Sequence[Node], device: torch.device) -> list[Sequence[Node]]:
+    def packs(self, nodes: Sequence[Node], device: torch.device) -> list[Sequence[Node]]:
         """Return runs in groups that are trained side by side.
 
         Args:
@@ -130,9 +129,9 @@ class How:
             device: that they are trained on.
         """
         captured = pick(self.engine, device) == "captured"
-        taught = TEACHERS if any(node.teachers for node in nodes) else 0
+        taught = MAX_TEACHER_STREAMS if any(node.teachers for node in nodes) else 0
         streams = max((len(node.recipe.peers) for node in nodes), default=1) + 1 + taught
-        most = max(1, STREAMS // streams) if captured else len(nodes) or 1
+        most = max(1, MAX_STREAMS // streams) if captured else len(nodes) or 1
         pack = min(most, self.pack or (most if captured else 1))
         if self.world.size > 1:
             pack = 1  # gradients of several runs would meet in one buffer
@@ -151,14 +150,14 @@ def in_parts(nodes: Sequence[Node], most: int) -> list[Sequence[Node]]:
 
 
 def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> None:
-    """Refuse keyword arguments that neither `How` nor the functions know; the first of them was called.
+    """Refuse keyword arguments that neither `RunOptions` nor the functions know; the first of them was called.
 
     Args:
         options: names of the keyword arguments.
         functions: the one that was called, and those that take what it passes on.
     """
     arguments = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
-    known = {*arguments, *(field.name for field in fields(How))}
+    known = {*arguments, *(field.name for field in fields(RunOptions))}
     for option in options:
         if option not in known:
             raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, known)}")
@@ -181,19 +180,19 @@ class Session:
         loaded: Dataset,
         resume: bool,
         reporter: Reporter,
-        how: How,
+        options: RunOptions,
         packed: int = 1,
         teachers: Teachers | None = None,
         lineage_depth: int = 0,
     ) -> None:
         self.job, self.peers, self.loaded, self.packed = job, peers, loaded, packed
-        self.world, self.folder = how.world, job.folder
+        self.world, self.folder = options.world, job.folder
         self.lineage_depth = lineage_depth
         self.origins = origins_of(peers, [] if teachers is None else teachers.posteriors)
         self.reporter = reporter
         self.device = next(iter(peers.values())).device
-        options = how.learner_options(self.device)
-        self.precision = "float32" if options["autocast"] is None else "bfloat16"
+        learner_options = options.learner_options(self.device)
+        self.precision = "float32" if learner_options["autocast"] is None else "bfloat16"
         self.log = MetricsLog(self.folder / "metrics.jsonl")
         self.learner = Learner(
             job.recipe,
@@ -205,7 +204,7 @@ class Session:
             log=self.log.write if self.world.is_first else None,
             teachers=teachers,
             lineage_depth=lineage_depth,
-            **options,
+            **learner_options,
         )
         self.found = stamp(self.folder) if resume else None
         self.threads = [torch.get_num_threads()]
@@ -214,8 +213,10 @@ class Session:
         if before is not None:
             begun = [name for name, posterior in peers.items() if posterior.provenance.state == "training"]
             if newest is None and begun:
-                raise InputError(f"cannot resume: the run was interrupted before its first checkpoint, and peer "
-                                 f"'{begun[0]}' has been trained since; make it anew, as it was")  # fmt: skip
+                raise InputError(
+                    f"cannot resume: the run was interrupted before its first checkpoint, and peer '{begun[0]}' has "
+                    "been trained since; rebuild it with its initial weights"
+                )
         if before is not None and newest is not None:
             tensors, about, complaints = newest
             for complaint in complaints:
@@ -270,7 +271,7 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder):
             if stamp(self.folder) != self.found:  # it has trained since we looked, perhaps to the end
-                raise InputError(f"{self.folder}: {OTHERS}")
+                raise InputError(f"{self.folder}: {LOCKED}")
             for stale in self.folder.glob(".*.tmp"):  # of a process that was killed while it wrote
                 if is_of_a_run(stale.name):
                     stale.unlink()
@@ -314,8 +315,8 @@ class Session:
         for name, posterior in self.peers.items():
             posterior.conclude(self.loaded.train, self.job.recipe.data.augment)
             posterior.provenance = Provenance(depth=self.lineage_depth, state="trained")
-            # Nobody goes on from here; checkpoints hold what training needs.
-            posterior.temperature, posterior.certificate = 1.0, None  # those of what it was before are no other's
+            posterior.temperature, posterior.certificate = 1.0, None  # those it began with are of other weights
+            # Without anchors, which training alone needs: a run resumes from checkpoints.
             posterior.save(self.folder / f"weights-{name}.safetensors", anchors=False)
         self.about |= {"finished": True, "seconds": round(self.learner.position.seconds, 3)}
         self.about["engine"] = self.learner.engine.name
@@ -340,7 +341,7 @@ class Session:
         write_text(self.folder / "run.json", json.dumps(self.about, indent=1))
 
 
-def train_wave(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
+def train_pack(sessions: Sequence[Session], world: World) -> dict[int, TrainingError]:
     """Train sessions side by side; return the errors of those that could not go on, by place.
 
     Args:

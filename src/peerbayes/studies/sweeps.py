@@ -28,7 +28,7 @@ from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.reports.scoring import basic_figures
 from peerbayes.runs.executor import DataCache, check_jobs, train_jobs
-from peerbayes.runs.folder import OTHERS
+from peerbayes.runs.folder import LOCKED
 from peerbayes.runs.plan import Job
 from peerbayes.runs.run import Run, slug
 from peerbayes.studies.space import Axis, Setting, corners, folder_name, overrides, parse_axes, setting_title
@@ -242,7 +242,7 @@ class _Trainer:
                 return train_jobs(jobs, resume=True, reporter=self.reporter, errors=errors, **self.how)
             except InputError as error:
                 # Processes that share a folder share the parents of their runs: one trains them, the others wait.
-                if not str(error).endswith(OTHERS):
+                if not str(error).endswith(LOCKED):
                     raise
                 time.sleep(1)
 

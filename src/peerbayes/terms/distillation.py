@@ -10,7 +10,7 @@ from torch import Tensor
 from peerbayes.errors import InputError
 from peerbayes.math.dirichlet import dirichlet_kl, proxy_dirichlet
 from peerbayes.math.divergences import mean_pairwise_kl
-from peerbayes.math.simplex import MOST, least_norm_weights
+from peerbayes.math.simplex import MAX_VECTORS, least_norm_weights
 from peerbayes.terms.definition import term
 from peerbayes.terms.schedules import Temperature
 from peerbayes.terms.step import Step
@@ -56,8 +56,8 @@ def distil(
     elif teachers == "mean":
         target = targets.mean(0)
     else:
-        if len(targets) > MOST:
-            raise InputError(f"weighs at most {MOST} teachers adaptively, but there are {len(targets)}")
+        if len(targets) > MAX_VECTORS:
+            raise InputError(f"weighs at most {MAX_VECTORS} teachers adaptively, but there are {len(targets)}")
         weights = adaptive_weights(targets, log_p.detach().exp().mean(0), cap, per)
         target = (weights * targets).sum(0)
         step.note("largest_weight", weights.amax(0).mean())

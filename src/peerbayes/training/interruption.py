@@ -46,27 +46,32 @@ def handled(handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
             signal.signal(number, previous)
 
 
-class Held:
-    """A signal that was held back, if there was one."""
+class SignalGuard:
+    """Hold back a signal that would end the process until the step that is being made is finished.
+
+    Attributes:
+        signal: the number of the signal that was held back; None where none has come.
+        defers: whether signals are held back; before the first step they end the process at once.
+    """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self.holding = False
+        self.signal: int | None = None
+        self.defers = False
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for signals within the block; they are held back as soon as ``holding`` is true."""
+        """Listen for signals within the block; they are held back as soon as ``defers`` is true."""
         with handled(self._hear) as self._before:
             yield
 
     def _hear(self, number: int, _frame: Any) -> None:
-        again = self.number is not None
-        if not self.holding or (again and number == signal.SIGINT and time.monotonic() - self._since > IMPATIENCE):
+        again = self.signal is not None
+        if not self.defers or (again and number == signal.SIGINT and time.monotonic() - self._since > IMPATIENCE):
             self._let_go(number)
         if not again:
-            self.number, self._since = number, time.monotonic()
+            self.signal, self._since = number, time.monotonic()
 
     def _let_go(self, number: int) -> None:
         previous = self._before.get(number)
@@ -75,7 +80,7 @@ class Held:
     def end(self, note: str) -> None:
         """End as the signal would have ended the process; ``note`` goes with the exception."""
         try:
-            self._let_go(signal.SIGTERM if self.number is None else self.number)
+            self._let_go(signal.SIGTERM if self.signal is None else self.signal)
         except BaseException as error:
             if note:
                 error.add_note(note)

@@ -24,8 +24,9 @@ from peerbayes.data.loader import feed
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.diagnostics import Position, changes, is_still, note_shares, sampled, sentence
 from peerbayes.engine.engines import ENGINES, Eager, cause, pick
+from peerbayes.engine.optimizers import learning_rate
 from peerbayes.engine.processes import ALONE, World
-from peerbayes.engine.stages import StageState, learning_rate, of_term
+from peerbayes.engine.stages import StageState, of_term
 from peerbayes.engine.synchronised import synchronise_batch_norm
 from peerbayes.engine.teachers import Teachers
 from peerbayes.errors import InputError, TrainingError, reason
@@ -96,7 +97,7 @@ class Learner:
         self._log = log
         self._checkpoint_every = checkpoint_every
         self._saved_at = time.monotonic()
-        self._kept_step: int | None = None  # of the checkpoint to go back to, if there is one
+        self._last_checkpoint_step: int | None = None
         self._before: dict[str, Tensor] = {}  # what was `sampled` when the epoch began
         self.feed = feed(
             data.train,
@@ -105,7 +106,7 @@ class Learner:
             self.device,
             placement=placement,
             part=(world.rank, world.size),
-            # What lies behind it has learnt from the crops of this seed, is surer of those, and says less about them.
+            # Another data order than the parent run's, which has already fitted the crops of this seed.
             owner=f"data {lineage_depth}" if lineage_depth else "data",
             augment=recipe.data.augment,
         )
@@ -221,11 +222,11 @@ class Learner:
         if not self.world.any(bool(why)):
             return
         # What fails in one process is left by all: their steps have to be the same.
-        why = why or "another process could not"
+        why = why or "it failed in another process"
         self.reporter.warn(f"the {self.engine.name} engine can't run this cohort, going on eagerly: {why}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.cohort.go_plain()
+        self.cohort.go_eager()
         self.engine = Eager(self.cohort, self.steps_per_epoch)
 
     @property
@@ -259,7 +260,7 @@ class Learner:
             if kind == "terms" and not math.isfinite(value):
                 where = f"step {self.position.step} (epoch {self.position.step // self.steps_per_epoch + 1})"
                 raise TrainingError(
-                    f"term '{term}' of peer '{peer}' became {value} at {where}{self._kept_words}: "
+                    f"term '{term}' of peer '{peer}' became {value} at {where}{self._kept_hint}: "
                     "lower the learning rate or the term's weight"
                 )
 
@@ -276,7 +277,7 @@ class Learner:
             figures |= self.peers[name].end_epoch(
                 self.state.moments(name), functools.partial(self.state.mean_gradient, name)
             )
-            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_words)
+            figures |= self.evaluator.judge(name, position.step, epoch, self._kept_hint)
             self.evaluator.keep(name, figures, position)
             if (perturb := self.cohort.perturb) is not None:
                 effect = self.evaluator.perturbed(name, perturb, position.step, epoch, self.cohort.autocast)
@@ -311,7 +312,7 @@ class Learner:
         return moved
 
     def _pull_sums(self) -> None:
-        # The sums, of means over the processes, stay on the device until somebody has to see them.
+        """Average buffers over the processes, and move the epoch's sums from the device into the position."""
         for posterior in self.peers.values():
             self.world.mean_buffers(posterior.network)
         sums = self.cohort.sums.cpu()
@@ -342,26 +343,22 @@ class Learner:
             # Networks may hold infinities on purpose (attention masks); what is learnt may not.
             bad = tensor.isnan() if "/network/" in name else ~tensor.isfinite()
             if bool(bad.any()):
-                raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_words}")
+                raise TrainingError(f"'{name}' is not finite at step {self.position.step}{self._kept_hint}")
         if self._save is not None:
             self._save(tensors, {"position": self.position.__dict__.copy(), "seed": self.seed})
-            self._kept_step = self.position.step
+            self._last_checkpoint_step = self.position.step
         self._saved_at = time.monotonic()
 
-    def keep(self) -> bool:
+    def save_if_needed(self) -> bool:
         """Write a checkpoint of this step, unless there is one; return whether the run can be resumed from here."""
-        if self._kept_step != self.position.step and self._save is not None:
+        if self._last_checkpoint_step != self.position.step and self._save is not None:
             with contextlib.suppress(TrainingError):  # it goes on from the last good one
                 self.checkpoint()
-        return self._kept_step == self.position.step
+        return self._last_checkpoint_step == self.position.step
 
     @property
-    def _kept(self) -> bool:
-        return self._kept_step is not None
-
-    @property
-    def _kept_words(self) -> str:
-        return "; the last good checkpoint is kept" if self._kept else ""
+    def _kept_hint(self) -> str:
+        return "; the last good checkpoint is kept" if self._last_checkpoint_step is not None else ""
 
     def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was written.
@@ -371,7 +368,7 @@ class Learner:
             about: its description.
         """
         if about.get("seed") != self.seed:
-            raise InputError(f"the checkpoint is of seed {about.get('seed')}, not {self.seed}")
+            raise InputError(f"checkpoint: its seed is {about.get('seed')}, not {self.seed}")
         for name, posterior in self.peers.items():
             prefix = f"peer/{name}/"
             state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -380,10 +377,10 @@ class Learner:
             # As JSON: strictly, a dict of Python is no dataclass.
             self.position = TypeAdapter(Position).validate_json(json.dumps(about["position"]), strict=True)
         except (KeyError, ValidationError) as error:
-            raise InputError(f"the checkpoint does not say where it was written ({reason(error)})") from None
+            raise InputError(f"checkpoint: has no valid 'position' ({reason(error)})") from None
         if not self._reaches(self.position):
-            raise InputError(f"the checkpoint is of step {self.position.step}, where this run never comes")
-        self._kept_step = self.position.step
+            raise InputError(f"checkpoint: step {self.position.step} lies outside this recipe's schedule")
+        self._last_checkpoint_step = self.position.step
         self._begin_stage(self.position.stage)
         self.state.load_state(tensors)
         before = {n.removeprefix("before/"): t for n, t in tensors.items() if n.startswith("before/")}

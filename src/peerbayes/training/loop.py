@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from peerbayes.errors import OutOfMemory, TrainingError, reason
-from peerbayes.training.interruption import Held
+from peerbayes.training.interruption import SignalGuard
 
 if TYPE_CHECKING:
     from peerbayes.training.learner import Learner
@@ -33,21 +33,21 @@ def run_together(
     """
     devices = list({learner.device for learner in learners if learner.device.type == "cuda"})
     errors: dict[int, TrainingError] = {}
-    held = Held()
-    with torch.random.fork_rng(devices), held.listening(), contextlib.ExitStack() as stack:
+    guard = SignalGuard()
+    with torch.random.fork_rng(devices), guard.listening(), contextlib.ExitStack() as stack:
         running = {index: learner.steps() for index, learner in enumerate(learners)}
         for learner, steps in zip(learners, running.values(), strict=True):
             stack.callback(learner.feed.close)  # also of one that never began
             stack.callback(steps.close)  # type: ignore[attr-defined]
         while running:
-            if _ends(held, [learners[index] for index in running]):
-                held.end(_kept([learners[index] for index in running]))
+            if _ends(guard, [learners[index] for index in running]):
+                guard.end(_save_all([learners[index] for index in running]))
             for index in list(running):
                 learner = learners[index]
                 try:
                     with learner.engine.running():
                         if next(running[index], "end") is None:
-                            held.holding |= learner.position.step > 0
+                            guard.defers |= learner.position.step > 0
                             continue
                     if learner.device.type == "cuda":
                         torch.cuda.synchronize(learner.device)
@@ -60,22 +60,22 @@ def run_together(
                         "the last checkpoint is kept: take smaller batches, or stream the images (--placement stream)"
                     )
                 del running[index]
-        if held.number is not None:  # it came in the last step
-            held.end("")
+        if guard.signal is not None:  # it came in the last step
+            guard.end("")
     return errors
 
 
-def _ends(held: Held, learners: Sequence[Learner]) -> bool:
+def _ends(guard: SignalGuard, learners: Sequence[Learner]) -> bool:
     """Whether training ends here; all processes come to the same answer after the same step."""
     if learners[0].world.size == 1:
-        return held.number is not None
-    return learners[0].position.step % ASK_EVERY == 0 and learners[0].world.any(held.number is not None)
+        return guard.signal is not None
+    return learners[0].position.step % ASK_EVERY == 0 and learners[0].world.any(guard.signal is not None)
 
 
-def _kept(learners: Sequence[Learner]) -> str:
+def _save_all(learners: Sequence[Learner]) -> str:
     """Write a checkpoint of each; return how to go on, nothing where not all can."""
     kept = []
     for learner in learners:
         with learner.engine.running():
-            kept.append(learner.keep())
+            kept.append(learner.save_if_needed())
     return f"resume goes on from step {learners[0].position.step}" if all(kept) else ""

@@ -13,7 +13,7 @@ from peerbayes.data.transforms.augment import augment
 from peerbayes.engine.cohort import Cohort
 from peerbayes.engine.stages import of_term
 from peerbayes.engine.step_parts import figure_names, place_peer, term_value
-from peerbayes.engine.teachers import run_plain
+from peerbayes.engine.teachers import run_functional
 from peerbayes.errors import InputError, OptionError, PeerbayesWarning, reason, within
 from peerbayes.math import noise
 from peerbayes.math.noise import Address
@@ -129,7 +129,7 @@ class Probe:
         if teachers is not None:
             try:
                 with torch.no_grad():
-                    logits = teachers.logits(run_plain, images, teachers.tensors(0), None)
+                    logits = teachers.logits(run_functional, images, teachers.tensors(0), None)
             except Exception as error:  # a user's network may raise anything
                 shape, why = tuple(images.shape[1:]), reason(error)
                 raise InputError(f"a teacher can't take {self.data.name}'s inputs, of shape {shape}: {why}") from error

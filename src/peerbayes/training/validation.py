@@ -12,8 +12,8 @@ from torch import Tensor
 from peerbayes import metrics
 from peerbayes.data.dataset import Dataset
 from peerbayes.engine.diagnostics import Position
+from peerbayes.engine.perturbation import Perturbation
 from peerbayes.engine.processes import World
-from peerbayes.engine.teachers import Perturbation
 from peerbayes.errors import InputError, TrainingError
 from peerbayes.inference.prediction import predict_split
 from peerbayes.math.noise import Address, permutation

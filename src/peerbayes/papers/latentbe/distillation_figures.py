@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from peerbayes.data.dataset import Dataset
+from peerbayes.engine.perturbation import PICKS, Perturbation
 from peerbayes.engine.processes import pick_device
-from peerbayes.engine.teachers import PICKS, Perturbation, Teachers, all_logits
+from peerbayes.engine.teachers import Teachers, all_logits
 from peerbayes.errors import InputError
 from peerbayes.math.noise import Address, permutation
 from peerbayes.metrics.flatness import barrier, loss_between

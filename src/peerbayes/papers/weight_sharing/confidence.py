@@ -24,7 +24,7 @@ from peerbayes.reports.tables import title
 from peerbayes.runs.run import Run
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # whiskers, box and median
-NAMED = 20  # classes up to which each has a box; more are a band, sorted by accuracy
+MAX_BOXES = 20  # classes up to which each has a box; more are a band, sorted by accuracy
 
 
 def confidence(folders: Iterable[str | Path], device: str = "auto", root: str | Path | None = None) -> Record:
@@ -82,11 +82,11 @@ def _whole(log_p: Tensor) -> Record:
 
 def draw_confidence(record: Record) -> Figure:
     """Draw a row for each setting: boxes of the confidence by true class with mean and accuracy, or a band."""
-    most = max(min(NAMED, len(curve["classes"])) + len(curve["outside"]) for curve in record["series"])
+    most = max(min(MAX_BOXES, len(curve["classes"])) + len(curve["outside"]) for curve in record["series"])
     figure, rows = panels(len(record["series"]), 1, max(5.5, 2.2 + 0.55 * most), 3.9)
     lowest = min(_lowest(curve) for curve in record["series"])
     for (axes,), curve in zip(rows, record["series"], strict=True):
-        _draw_boxes(axes, curve) if len(curve["classes"]) <= NAMED else _draw_band(axes, curve)
+        _draw_boxes(axes, curve) if len(curve["classes"]) <= MAX_BOXES else _draw_band(axes, curve)
         seeds = f" · {len(curve['seeds'])} seeds pooled" if len(curve["seeds"]) > 1 else ""
         axes.set_title(f"{curve['label']} · test split, {sum(curve['count']):,} images{seeds}", fontsize=9)
         axes.set_ylabel("confidence, accuracy (%)")
