@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import peerbayes as pb
@@ -395,6 +395,40 @@ def test_a_network_that_has_learnt_the_validation_images_is_told_and_nothing_cho
     assert headline.endswith("(they may be held out of what it was trained on), give others as validation split")
     assert found.record["verdict"] == f"Ship plain, as it is: nothing can be chosen, since {warning}"
     assert (found.record["ship"]["who"], found.record["ship"]["temperature"]) == ("plain", None)
+
+
+def test_a_folder_without_a_test_split_chooses_by_images_of_val_that_nothing_has_learnt(learnt, tmp_path):
+    """The network knows all of train/ by heart, and nothing of val/; a part of train/ must not choose."""
+    source = load(learnt[0] / "noise.npz")
+    for part, split in (("train", source.train), ("val", source.test)):
+        images, labels = split.batch(torch.arange(len(split)), torch.device("cpu"))
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            folder = tmp_path / "images" / part / str(int(label))
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).convert("RGB").save(folder / f"{number:03}.png")
+    inputs = network_inputs(load(tmp_path / "images"))
+    torch.manual_seed(0)
+    grey, colour = networks.build("mlp", network_inputs(source)), networks.build("mlp", inputs)
+    grey.load_state_dict(load_file(learnt[0] / "net.safetensors"))
+    state = colour.state_dict() | {name: tensor for name, tensor in grey.state_dict().items() if tensor.dim() == 1}
+    for name, tensor in grey.state_dict().items():
+        if tensor.dim() == 2:
+            state[name] = tensor.repeat(1, 3) / 3 if state[name].shape != tensor.shape else tensor
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "net.safetensors")
+    told = Recorder()
+    how = learnt[1] | {"data": str(tmp_path / "images"), "run": tmp_path / "run", "normalize": None}
+    found = pb.adopt(tmp_path / "net.safetensors", reporter=told, **how)
+    assert any(
+        line.endswith("no test split: half of the 200 images of 'val' choose, the other half is the test split")
+        for line in told.headlines
+    )
+    assert (found.record["validation_images"], found.record["validation_learnt"]) == (100, False)
+    assert found.record["validation_mistakes"] > 70
+    assert found.record["rows"][0]["temperature"] is None
+    assert found.record["ship"]["temperature"] > 1.5  # it is far too sure of images that it does not know
+    run = pb.load(tmp_path / "run")
+    assert run.recipe.data.validation == "half"
+    assert (len(run.data().validation), len(run.data().test)) == (100, 100)
 
 
 def test_texts_are_not_called_images():

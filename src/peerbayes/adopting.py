@@ -115,10 +115,14 @@ class Adoption:
         self.title = str(network) if self.module is None else type(network).__name__
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
+        if table["data"]["validation"] == "auto":  # the network has most likely learnt all training images
+            table["data"]["validation"] = "half"
         given = set_data(table, data, root)
         chosen = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}"))
         self.data: Dataset = given or load_data(chosen, root)
         self._table = chosen.model_dump(exclude_none=True)
+        if self._table["data"]["validation"] == "half" and not self.data.halved:
+            self._table["data"]["validation"] = "auto"
         self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
