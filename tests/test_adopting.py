@@ -454,13 +454,27 @@ def test_what_holds_for_every_run_is_said_once(learnt):
     assert not any("training it first" in line for line in lines)
 
 
-@pytest.mark.parametrize(("held", "test"), [((0.94, 120), (0.54, 400)), ((1.0, 40), (0.2, 40))])
-def test_splits_that_are_no_more_alike_are_told_apart(held, test):
-    assert "most likely it has learnt the former" in learnt_by(*held, *test)
-    gap = (held[0] * held[1] + test[0] * test[1]) / (held[1] + test[1])
-    z = (held[0] - test[0]) / math.sqrt(gap * (1 - gap) * (1 / held[1] + 1 / test[1]))
-    assert z > 4
-    assert learnt_by(*test, *held) == ""
+def by_chance(right, held, right_test, test):
+    """P(at least ``right`` of ``held`` are right | as many are right in all), of equal rates: hypergeometric."""
+    known = right + right_test
+    ways = sum(math.comb(known, k) * math.comb(held + test - known, held - k) for k in range(right, held + 1))
+    return ways / math.comb(held + test, held)
+
+
+@pytest.mark.parametrize(
+    ("right", "held", "right_test", "test"), [(113, 120, 216, 400), (40, 40, 8, 40), (32, 32, 275, 400)]
+)
+def test_splits_that_are_no_more_alike_are_told_apart(right, held, right_test, test):
+    assert "most likely it has learnt the former" in learnt_by(right / held, held, right_test / test, test)
+    assert by_chance(right, held, right_test, test) < 1e-4
+    assert learnt_by(right_test / test, test, right / held, held) == ""
+
+
+@pytest.mark.parametrize(("right", "held", "test"), [(32, 32, 400), (19, 20, 200), (290, 300, 100), (5, 5, 1000)])
+def test_splits_are_told_apart_from_a_chance_of_one_in_ten_thousand_on(right, held, test):
+    learnt = [bool(learnt_by(right / held, held, other / test, test)) for other in range(test + 1)]
+    assert learnt == [by_chance(right, held, other, test) < 1e-4 for other in range(test + 1)]
+    assert 0 < sum(learnt) < test  # mistakes of the test split on both sides of the border
 
 
 def test_splits_of_one_kind_are_hardly_ever_told_apart():
