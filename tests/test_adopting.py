@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
-from peerbayes import metrics, networks
+from peerbayes import importing, metrics, networks
 from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_told, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
@@ -493,6 +493,59 @@ def test_a_module_is_adopted_as_its_file_is(place, adopted, tmp_path):
     assert str(found).endswith(found.record["verdict"])
     assert list(found.best) == ["net"]
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def of_ones_own(tmp_path_factory):
+    """An adoption of a network of one's own, in a working folder, as the command makes it, and what it printed."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "adopted_nets.py").write_text(
+        "from torch import nn\n"
+        "def tiny(inputs): return nn.Sequential(nn.Flatten(), nn.Linear(64, inputs.classes))\n"
+        "def large(inputs): return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Linear(9, inputs.classes))\n"
+    )
+    save_file({"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, folder / "net.safetensors")
+    words = ("adopt", "net.safetensors", "--data", "digits", "--normalize", "none", "--corrupted", "none",
+             "--epochs", 1, "--width", 0.1, "--set", "evaluation.draws=2", "--device", "cpu")  # fmt: skip
+    done = process(*words, "--network", "adopted_nets:tiny", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, words, done
+
+
+@pytest.mark.parametrize(
+    ("network", "sentence"),
+    {
+        "adopted_nets:tinyy": "network 'adopted_nets:tinyy' can't be imported: AttributeError: module 'adopted_nets' "
+        "has no attribute 'tinyy'; did you mean 'adopted_nets:tiny'?",
+        "adopted_nets:large": "runs/adopted-net: holds an adoption of network 'adopted_nets:tiny', not of network "
+        "'adopted_nets:large'; choose another folder: --run (run= in Python)",
+        "mlpp": "there is no network 'mlpp'; did you mean 'mlp'?",
+        "adopted_nets:tiny": "runs/adopted-net/plain: already holds a run; add --resume (resume=True in Python) to go "
+        "on with it, or choose another folder",
+    }.items(),
+)
+def test_another_network_in_the_same_folder_is_told_so(of_ones_own, monkeypatch, capsys, network, sentence):
+    folder, words, _ = of_ones_own
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(importing, "_ALLOWED", set())
+    assert refused(capsys, *words, "--quiet", "--network", network) == sentence
+
+
+def test_a_module_does_not_go_into_the_folder_of_a_named_network(of_ones_own):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    told = "adopted-net: holds an adoption of network 'adopted_nets:tiny', not of a module from Python; choose"
+    with pytest.raises(InputError, match=told):
+        pb.adopt(net, data="digits", run=of_ones_own[0] / "runs" / "adopted-net")
+
+
+def test_the_next_command_that_is_named_works_for_a_network_of_ones_own(of_ones_own):
+    folder, _, done = of_ones_own
+    Image.new("L", (8, 8), 90).save(folder / "photo.png")
+    (line,) = [line for line in done.stderr.splitlines() if "next: peerbayes " in line]
+    words = line.partition("next: peerbayes ")[2].replace("FILES", "photo.png").split()
+    predicted = process(*words, "--device", "cpu", cwd=folder)
+    assert (predicted.returncode, "photo.png" in predicted.stdout) == (0, True), predicted.stderr
 
 
 def test_a_new_head_is_trained_where_one_is_asked_for(place, tmp_path, capsys):

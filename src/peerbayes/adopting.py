@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peerbayes import metrics
+from peerbayes import metrics, networks
 from peerbayes.api.calibrating import calibrate, keep_together
 from peerbayes.api.compressing import compress
 from peerbayes.data.dataset import Dataset
@@ -23,7 +23,7 @@ from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.normalisation import Choice
 from peerbayes.networks.weights_files import ENDINGS, is_checkpoint
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import load_data, set_data
+from peerbayes.recipes.recipe_data import load_data, network_inputs, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.evaluating import SHOWN, evaluate, write_record
 from peerbayes.reports.page import write_page, write_report
@@ -32,7 +32,7 @@ from peerbayes.reports.scoring import MIXED
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
-from peerbayes.runs.run import ADOPTED, Run, slug
+from peerbayes.runs.run import ADOPTED, Run, read_recipe, slug
 from peerbayes.runs.session import How, refuse_unknown
 from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.showing import aligned
@@ -130,6 +130,23 @@ class Adoption:
         self._given = given
         self._source: Path | None
         self._network, self._source = (CUSTOM, None) if isinstance(network, nn.Module) else _named(network, name)
+        self._refuse_another()
+
+    def _refuse_another(self) -> None:
+        """Refuse a folder that holds an adoption of another network, after what is wrong with the one that is given."""
+        if not (self.folder / "plain" / "recipe.toml").is_file():
+            return
+        before = read_recipe(self.folder / "plain", (NET,)).peers[0]
+        if before.name != NET or before.network == self._network:
+            return
+        if self.module is None:
+            networks.build(self._network, network_inputs(self.data))
+        held, now = (
+            "a module from Python" if name == CUSTOM else f"network '{name}'"
+            for name in (before.network, self._network)
+        )
+        raise InputError(f"{self.folder}: holds an adoption of {held}, not of {now}; choose another folder: --run "
+                         "(run= in Python)")  # fmt: skip
 
     def _recipe(self, changes: dict[str, Any]) -> Recipe:
         return Recipe.parse(self._table | changes, f"recipe {RECIPE}")
