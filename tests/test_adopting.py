@@ -30,6 +30,9 @@ from peerbayes.training.learner import Learner
 FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
 
 
+NOISE = np.random.default_rng(0).integers(0, 256, (100, 8, 8), np.uint8), np.arange(100) % 10
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A multilayer perceptron of digits, its weights as people save them."""
@@ -305,6 +308,17 @@ def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
     steps.clear()
     called(*words, "--resume")
     assert steps == []
+    first = json.loads((tmp_path / "run" / "adopted.json").read_text())
+    assert "calibrated since" not in first["verdict"]
+    others = pb.data.from_arrays(train=NOISE, test=NOISE, validation=NOISE)
+    kept = pb.calibrate(tmp_path / "run", others, device="cpu").temperature
+    assert kept > 2 * first["ship"]["temperature"]
+    again = json.loads(called(*words, "--resume", "--json"))
+    assert again["ship"]["temperature"] == kept
+    assert again["verdict"].endswith(
+        f" It was calibrated since: it predicts at T = {kept:.2f}, which no figure here is at."
+    )
+    assert again["rows"] == first["rows"]
 
 
 def test_a_module_goes_on_with_its_own_weights_and_data_alone(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,6 +430,10 @@ def _adopted(
         record["verdict"] += f". Its run is {shipped}. Widths by validation NLL: {told}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
+        kept = _kept_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
+        if resume and not math.isclose(kept, record["ship"]["temperature"], rel_tol=1e-3):
+            record["ship"]["temperature"] = kept
+            record["verdict"] += f" It was calibrated since: it predicts at T = {kept:.2f}, which no figure here is at."
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
         _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
     write_record(adoption.folder / ADOPTED, record)
@@ -518,6 +523,10 @@ def _learnt(run: Run, data: Dataset, device: torch.device) -> str:
 
 def _uncalibrated(run: Run) -> bool:
     return run.temperature == 1 or any(run[name].temperature == 1 for name in run)
+
+
+def _kept_temperature(run: Run, peer: str) -> float:
+    return run.temperature if peer == ENSEMBLE else run[peer].temperature
 
 
 def _without_temperature(run: Run, peer: str) -> None:
