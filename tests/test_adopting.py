@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
-from peerbayes import metrics, networks
+from peerbayes import importing, metrics, networks
 from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_told, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
@@ -28,6 +28,9 @@ from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.training.learner import Learner
 
 FAST = ("--epochs", 1, "--width", 0.05, "--width", 0.2, "--set", "evaluation.draws=3")
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (100, 8, 8), np.uint8), np.arange(100) % 10
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +308,17 @@ def test_what_was_interrupted_goes_on(place, tmp_path, capsys):
     steps.clear()
     called(*words, "--resume")
     assert steps == []
+    first = json.loads((tmp_path / "run" / "adopted.json").read_text())
+    assert "calibrated since" not in first["verdict"]
+    others = pb.data.from_arrays(train=NOISE, test=NOISE, validation=NOISE)
+    kept = pb.calibrate(tmp_path / "run", others, device="cpu").temperature
+    assert kept > 2 * first["ship"]["temperature"]
+    again = json.loads(called(*words, "--resume", "--json"))
+    assert again["ship"]["temperature"] == kept
+    assert again["verdict"].endswith(
+        f" It was calibrated since: it predicts at T = {kept:.2f}, which no figure here is at."
+    )
+    assert again["rows"] == first["rows"]
 
 
 def test_a_module_goes_on_with_its_own_weights_and_data_alone(tmp_path):
@@ -397,6 +411,40 @@ def test_a_network_that_has_learnt_the_validation_images_is_told_and_nothing_cho
     assert (found.record["ship"]["who"], found.record["ship"]["temperature"]) == ("plain", None)
 
 
+def test_a_folder_without_a_test_split_chooses_by_images_of_val_that_nothing_has_learnt(learnt, tmp_path):
+    """The network knows all of train/ by heart, and nothing of val/; a part of train/ must not choose."""
+    source = load(learnt[0] / "noise.npz")
+    for part, split in (("train", source.train), ("val", source.test)):
+        images, labels = split.batch(torch.arange(len(split)), torch.device("cpu"))
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            folder = tmp_path / "images" / part / str(int(label))
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).convert("RGB").save(folder / f"{number:03}.png")
+    inputs = network_inputs(load(tmp_path / "images"))
+    torch.manual_seed(0)
+    grey, colour = networks.build("mlp", network_inputs(source)), networks.build("mlp", inputs)
+    grey.load_state_dict(load_file(learnt[0] / "net.safetensors"))
+    state = colour.state_dict() | {name: tensor for name, tensor in grey.state_dict().items() if tensor.dim() == 1}
+    for name, tensor in grey.state_dict().items():
+        if tensor.dim() == 2:
+            state[name] = tensor.repeat(1, 3) / 3 if state[name].shape != tensor.shape else tensor
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "net.safetensors")
+    told = Recorder()
+    how = learnt[1] | {"data": str(tmp_path / "images"), "run": tmp_path / "run", "normalize": None}
+    found = pb.adopt(tmp_path / "net.safetensors", reporter=told, **how)
+    assert any(
+        line.endswith("no test split: half of the 200 images of 'val' choose, the other half is the test split")
+        for line in told.headlines
+    )
+    assert (found.record["validation_images"], found.record["validation_learnt"]) == (100, False)
+    assert found.record["validation_mistakes"] > 70
+    assert found.record["rows"][0]["temperature"] is None
+    assert found.record["ship"]["temperature"] > 1.5  # it is far too sure of images that it does not know
+    run = pb.load(tmp_path / "run")
+    assert run.recipe.data.validation == "half"
+    assert (len(run.data().validation), len(run.data().test)) == (100, 100)
+
+
 def test_texts_are_not_called_images():
     texts = load((["a good one", "a bad one"] * 20, ["yes", "no"] * 20), validation=8)
     assert _validation_told(texts).startswith("8 validation texts choose the width")
@@ -420,13 +468,27 @@ def test_what_holds_for_every_run_is_said_once(learnt):
     assert not any("training it first" in line for line in lines)
 
 
-@pytest.mark.parametrize(("held", "test"), [((0.94, 120), (0.54, 400)), ((1.0, 40), (0.2, 40))])
-def test_splits_that_are_no_more_alike_are_told_apart(held, test):
-    assert "most likely it has learnt the former" in learnt_by(*held, *test)
-    gap = (held[0] * held[1] + test[0] * test[1]) / (held[1] + test[1])
-    z = (held[0] - test[0]) / math.sqrt(gap * (1 - gap) * (1 / held[1] + 1 / test[1]))
-    assert z > 4
-    assert learnt_by(*test, *held) == ""
+def by_chance(right, held, right_test, test):
+    """P(at least ``right`` of ``held`` are right | as many are right in all), of equal rates: hypergeometric."""
+    known = right + right_test
+    ways = sum(math.comb(known, k) * math.comb(held + test - known, held - k) for k in range(right, held + 1))
+    return ways / math.comb(held + test, held)
+
+
+@pytest.mark.parametrize(
+    ("right", "held", "right_test", "test"), [(113, 120, 216, 400), (40, 40, 8, 40), (32, 32, 275, 400)]
+)
+def test_splits_that_are_no_more_alike_are_told_apart(right, held, right_test, test):
+    assert "most likely it has learnt the former" in learnt_by(right / held, held, right_test / test, test)
+    assert by_chance(right, held, right_test, test) < 1e-4
+    assert learnt_by(right_test / test, test, right / held, held) == ""
+
+
+@pytest.mark.parametrize(("right", "held", "test"), [(32, 32, 400), (19, 20, 200), (290, 300, 100), (5, 5, 1000)])
+def test_splits_are_told_apart_from_a_chance_of_one_in_ten_thousand_on(right, held, test):
+    learnt = [bool(learnt_by(right / held, held, other / test, test)) for other in range(test + 1)]
+    assert learnt == [by_chance(right, held, other, test) < 1e-4 for other in range(test + 1)]
+    assert 0 < sum(learnt) < test  # mistakes of the test split on both sides of the border
 
 
 def test_splits_of_one_kind_are_hardly_ever_told_apart():
@@ -445,6 +507,59 @@ def test_a_module_is_adopted_as_its_file_is(place, adopted, tmp_path):
     assert str(found).endswith(found.record["verdict"])
     assert list(found.best) == ["net"]
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def of_ones_own(tmp_path_factory):
+    """An adoption of a network of one's own, in a working folder, as the command makes it, and what it printed."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "adopted_nets.py").write_text(
+        "from torch import nn\n"
+        "def tiny(inputs): return nn.Sequential(nn.Flatten(), nn.Linear(64, inputs.classes))\n"
+        "def large(inputs): return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Linear(9, inputs.classes))\n"
+    )
+    save_file({"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, folder / "net.safetensors")
+    words = ("adopt", "net.safetensors", "--data", "digits", "--normalize", "none", "--corrupted", "none",
+             "--epochs", 1, "--width", 0.1, "--set", "evaluation.draws=2", "--device", "cpu")  # fmt: skip
+    done = process(*words, "--network", "adopted_nets:tiny", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, words, done
+
+
+@pytest.mark.parametrize(
+    ("network", "sentence"),
+    {
+        "adopted_nets:tinyy": "network 'adopted_nets:tinyy' can't be imported: AttributeError: module 'adopted_nets' "
+        "has no attribute 'tinyy'; did you mean 'adopted_nets:tiny'?",
+        "adopted_nets:large": "runs/adopted-net: holds an adoption of network 'adopted_nets:tiny', not of network "
+        "'adopted_nets:large'; choose another folder: --run (run= in Python)",
+        "mlpp": "there is no network 'mlpp'; did you mean 'mlp'?",
+        "adopted_nets:tiny": "runs/adopted-net/plain: already holds a run; add --resume (resume=True in Python) to go "
+        "on with it, or choose another folder",
+    }.items(),
+)
+def test_another_network_in_the_same_folder_is_told_so(of_ones_own, monkeypatch, capsys, network, sentence):
+    folder, words, _ = of_ones_own
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(importing, "_ALLOWED", set())
+    assert refused(capsys, *words, "--quiet", "--network", network) == sentence
+
+
+def test_a_module_does_not_go_into_the_folder_of_a_named_network(of_ones_own):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    told = "adopted-net: holds an adoption of network 'adopted_nets:tiny', not of a module from Python; choose"
+    with pytest.raises(InputError, match=told):
+        pb.adopt(net, data="digits", run=of_ones_own[0] / "runs" / "adopted-net")
+
+
+def test_the_next_command_that_is_named_works_for_a_network_of_ones_own(of_ones_own):
+    folder, _, done = of_ones_own
+    Image.new("L", (8, 8), 90).save(folder / "photo.png")
+    (line,) = [line for line in done.stderr.splitlines() if "next: peerbayes " in line]
+    words = line.partition("next: peerbayes ")[2].replace("FILES", "photo.png").split()
+    predicted = process(*words, "--device", "cpu", cwd=folder)
+    assert (predicted.returncode, "photo.png" in predicted.stdout) == (0, True), predicted.stderr
 
 
 def test_a_new_head_is_trained_where_one_is_asked_for(place, tmp_path, capsys):

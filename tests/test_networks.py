@@ -627,7 +627,8 @@ def test_a_users_function_is_a_network(tmp_path, monkeypatch):
     assert isinstance(network, nn.Linear)
     assert network.out_features == 10
     for path, message in {
-        "door_pkg.nets:other": "'door_pkg.nets:other' can't be imported: .*other",
+        "door_pkg.nets:other": "'door_pkg.nets:other' can't be imported: .*other'$",
+        "door_pkg.nets:minee": "can't be imported: .*'minee'; did you mean 'door_pkg.nets:mine'\\?$",
         "door_pkg.absent:mine": "'door_pkg.absent:mine' can't be imported: .*absent'$",
         "no_pkg.nets:mine": "No module named 'no_pkg'; install it, or name its folder in PYTHONPATH$",
         "door_pkg.nets:wrong": "'door_pkg.nets:wrong' returned int, expected a torch.nn.Module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peerbayes import metrics
+from peerbayes import metrics, networks
 from peerbayes.api.calibrating import calibrate, keep_together
 from peerbayes.api.compressing import compress
 from peerbayes.data.dataset import Dataset
@@ -23,7 +24,7 @@ from peerbayes.metrics.calibration import TEMPERATURE_WIDTH
 from peerbayes.networks.normalisation import Choice
 from peerbayes.networks.weights_files import ENDINGS, is_weights_file
 from peerbayes.recipes.recipe import Recipe, listed, load_recipe
-from peerbayes.recipes.recipe_data import load_data, set_data
+from peerbayes.recipes.recipe_data import load_data, network_inputs, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.evaluating import SHOWN, evaluate, write_record
 from peerbayes.reports.page import write_page, write_report
@@ -32,7 +33,7 @@ from peerbayes.reports.scoring import MIXED
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
-from peerbayes.runs.run import ADOPTED, Run, slug
+from peerbayes.runs.run import ADOPTED, Run, read_recipe, slug
 from peerbayes.runs.session import RunOptions, refuse_unknown
 from peerbayes.runs.temperatures import keep_temperature, learnt_by
 from peerbayes.showing import aligned
@@ -115,10 +116,14 @@ class Adoption:
         self.title = str(network) if self.module is None else type(network).__name__
         base = load_recipe(RECIPE, [f"stages.0.epochs={epochs}"])
         table = load_recipe(base, overrides).model_dump(exclude_none=True)
+        if table["data"]["validation"] == "auto":  # the network has most likely learnt all training images
+            table["data"]["validation"] = "half"
         given = set_data(table, data, root)
         chosen = with_full_paths(Recipe.parse(table, f"recipe {RECIPE}"))
         self.data: Dataset = given or load_data(chosen, root)
         self._table = chosen.model_dump(exclude_none=True)
+        if self._table["data"]["validation"] == "half" and not self.data.halved:
+            self._table["data"]["validation"] = "auto"
         self.outside: Sequence[str] = self._table["evaluation"]["out_of_distribution"]
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
@@ -126,6 +131,23 @@ class Adoption:
         self._given = given
         self._source: Path | None
         self._network, self._source = (CUSTOM, None) if isinstance(network, nn.Module) else _named(network, name)
+        self._refuse_another()
+
+    def _refuse_another(self) -> None:
+        """Refuse a folder that holds an adoption of another network, after what is wrong with the one that is given."""
+        if not (self.folder / "plain" / "recipe.toml").is_file():
+            return
+        before = read_recipe(self.folder / "plain", (NET,)).peers[0]
+        if before.name != NET or before.network == self._network:
+            return
+        if self.module is None:
+            networks.build(self._network, network_inputs(self.data))
+        held, now = (
+            "a module from Python" if name == CUSTOM else f"network '{name}'"
+            for name in (before.network, self._network)
+        )
+        raise InputError(f"{self.folder}: holds an adoption of {held}, not of {now}; choose another folder: --run "
+                         "(run= in Python)")  # fmt: skip
 
     def _recipe(self, changes: dict[str, Any]) -> Recipe:
         return Recipe.parse(self._table | changes, f"recipe {RECIPE}")
@@ -408,6 +430,10 @@ def _adopted(
         record["verdict"] += f". Its run is {shipped}. Widths by validation NLL: {told}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
+        kept = _kept_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
+        if resume and not math.isclose(kept, record["ship"]["temperature"], rel_tol=1e-3):
+            record["ship"]["temperature"] = kept
+            record["verdict"] += f" It was calibrated since: it predicts at T = {kept:.2f}, which no figure here is at."
     if record["ship"]["temperature"] is None and chosen[record["ship"]["run"]].certificate is None:
         _without_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
     write_record(adoption.folder / ADOPTED, record)
@@ -499,6 +525,10 @@ def _learnt(run: Run, data: Dataset, device: torch.device) -> str:
 
 def _uncalibrated(run: Run) -> bool:
     return run.temperature == 1 or any(run[name].temperature == 1 for name in run)
+
+
+def _kept_temperature(run: Run, peer: str) -> float:
+    return run.temperature if peer == ENSEMBLE else run[peer].temperature
 
 
 def _without_temperature(run: Run, peer: str) -> None:

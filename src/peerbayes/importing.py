@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -79,9 +80,15 @@ def imported(path: str, what: str) -> Any:
     allow(path, what)
     sys.path += [folder for folder in _LAST if folder not in sys.path]
     module_name, _, attribute = path.partition(":")
+    hint = ""
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        near = difflib.get_close_matches(
+            attribute, [name for name, value in vars(module).items() if callable(value)], 1
+        )
+        hint = f"; did you mean '{module_name}:{near[0]}'?" if near else ""
+        return getattr(module, attribute)
     except Exception as error:  # a module may do anything while it is imported
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        hint = "; install it, or name its folder in PYTHONPATH" if absent else ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            hint = "; install it, or name its folder in PYTHONPATH"
         raise InputError(f"{what} '{path}' can't be imported: {reason(error)}{hint}") from error

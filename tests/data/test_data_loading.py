@@ -130,6 +130,50 @@ def test_a_fifth_is_held_out_where_there_is_no_test_split(tmp_path):
     assert sorted(rows(found.train, found.validation, found.test)[:, 0].tolist()) == list(range(20))
 
 
+def folder_of_numbers(folder, **parts):
+    """Image folders of classes x and y; every image has a value of its own."""
+    value = 0
+    for part, count in parts.items():
+        for number in range(2 * count):
+            (folder / part / "xy"[number % 2]).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (4, 4), (value, 0, 0)).save(folder / part / "xy"[number % 2] / f"{number:03}.png")
+            value += 1
+    return folder
+
+
+def test_a_validation_split_is_halved_where_there_is_no_test_split(tmp_path):
+    folder = folder_of_numbers(tmp_path / "two", train=10, valid=20)
+    found, whole = load(folder, validation="half"), load(folder, validation="auto")
+    assert found.notes == (
+        f"{folder}: no test split: half of the 40 images of 'valid' choose, the other half is the test split",
+    )
+    assert (found.validation.labels.bincount().tolist(), found.test.labels.bincount().tolist()) == ([10, 10], [10, 10])
+    values = [rows(split)[:, 0].tolist() for split in (found.train, found.validation, found.test)]
+    assert sorted(values[1] + values[2]) == sorted(rows(whole.test)[:, 0].tolist())
+    assert sorted(values[0]) == sorted(rows(whole.train, whole.validation)[:, 0].tolist())
+    assert (found.halved, found.origin["validation"]) == (True, "half")
+
+    images, labels = np.arange(10, 30, dtype=np.uint8)[:, None, None].repeat(2, 1), [0, 1] * 10
+    own = np.arange(6, dtype=np.uint8)[:, None, None].repeat(2, 1), [0, 1] * 3
+    found = load({"train": (images, labels), "validation": own}, validation="half")
+    assert found.notes[0].endswith("half of the 6 images of 'validation' choose, the other half is the test split")
+    assert sorted(rows(found.validation, found.test)[:, 0].tolist()) == list(range(6))
+    assert sorted(rows(found.train)[:, 0].tolist()) == list(range(10, 30))
+
+
+def test_half_is_as_auto_where_there_is_a_test_split_or_no_validation_split(tmp_path):
+    for parts in ({"train": 10, "val": 4, "test": 4}, {"train": 10, "test": 4}, {"train": 10}):
+        folder = folder_of_numbers(tmp_path / "-".join(parts), **parts)
+        half, auto = load(folder, validation="half"), load(folder, validation="auto")
+        assert (half.digest(), half.notes, half.origin) == (auto.digest(), auto.notes, auto.origin)
+        assert not half.halved
+    write_npz(tmp_path / "one.npz", [0, 1] * 10, val_images=np.zeros((1, 2, 2), np.uint8), val_labels=[0])
+    with pytest.raises(
+        InputError, match=r"one\.npz: expected at least two images in 'validation' to halve them, got 1"
+    ):
+        load(tmp_path / "one.npz", validation="half")
+
+
 def test_own_validation_split_under_either_name(tmp_path):
     extra = np.full((3, 2, 2), 9, np.uint8)
     for prefix in ("validation", "val"):

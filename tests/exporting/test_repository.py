@@ -14,6 +14,7 @@ from PIL import Image
 
 import peerbayes as pb
 from commands import QUIET, called, contents, refused, save_npz, write_small
+from peerbayes.api.calibrating import keep_together
 from peerbayes.data.splits import FolderSplit
 from peerbayes.data.transforms.channels import Recoloured
 from peerbayes.errors import InputError
@@ -24,6 +25,7 @@ from peerbayes.posteriors.kinds import KINDS
 from peerbayes.recipes.recipe import load_recipe, without_folders
 from peerbayes.runs.hub import is_hub_name
 from peerbayes.runs.run import Run
+from peerbayes.runs.temperatures import keep_temperature
 
 hub = pytest.importorskip("huggingface_hub")
 TEXTS = """
@@ -241,6 +243,33 @@ def test_the_cards_figures_are_those_of_the_records(folder, both):
     ):
         assert said in text
     assert "Certificate" not in text
+
+
+@pytest.mark.parametrize("ships", ["together", "alone"])
+def test_a_card_has_no_figures_of_a_temperature_that_does_not_ship(folder, tmp_path, ships):
+    shutil.copytree(folder / ("runs/seed0" if ships == "together" else "plain"), tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    rng = np.random.default_rng(1)
+    splits = {part: (rng.integers(0, 256, (30, 8, 8), np.uint8), np.arange(30) % 3) for part in ("train", "validation")}
+    run = pb.calibrate(tmp_path / "run", pb.data.from_arrays(**splits), device="cpu")
+    then = before["ensemble"] if ships == "together" else before["peers"][0]
+    assert abs(run.temperature / then["temperature"] - 1) > 0.01
+    made = pb.export(run, to="hub", out=tmp_path / "made").folder
+    card = hub.ModelCard.load(made / "README.md")
+    found = {one.metric_type: one.metric_value for one in card.data.eval_results}
+    assert found == {"accuracy": round(then["accuracy"], 5)}
+    assert "cNLL" not in card.text
+    assert "NLL and ECE are at temperature 1; they were not measured at the temperature that ships." in card.text
+    assert f"{then['nll']:.3f}" in card.text
+
+    for name in run:  # as `adopt` ships what it can choose nothing for
+        keep_temperature(run[name], 1.0, run.weights_file(name))
+    keep_together(run, 1.0)
+    card = hub.ModelCard.load(pb.export(run, to="hub", out=tmp_path / "one").folder / "README.md")
+    found = {one.metric_type: one.metric_value for one in card.data.eval_results}
+    assert found == {key: round(then[key], 5) for key in ("accuracy", "nll", "ece")}
+    assert "cNLL" not in card.text
+    assert "not measured" not in card.text
 
 
 def test_a_certificate_and_names_have_their_place_in_the_card(folder, plain):

@@ -34,6 +34,7 @@ from peerbayes.errors import InputError, TrainingError
 from peerbayes.importing import trust_runs
 
 if TYPE_CHECKING:
+    from peerbayes.recipes.recipe import Recipe
     from peerbayes.runs.plan import Job
     from peerbayes.runs.run import Run
 
@@ -181,12 +182,19 @@ def _train_and_show(
     if records:
         show(records, as_json, many, folders=[done.folder for done in finished])
         for done in finished:
-            progress.headline(f"{done.folder}: weights, report.html; next: peerbayes predict {done.folder} FILES")
+            progress.headline(f"{done.folder}: weights, report.html; {_next(done.folder, done.recipe)}")
     for error in failed.values():
         say(f"peerbayes: {error}", err=True)
     if failed:
         raise typer.Exit(1)
     return finished
+
+
+def _next(folder: Path, recipe: Recipe) -> str:
+    """Return what to do with a run now; a recipe that names somebody's own code has to be trusted."""
+    named = [name for peer in recipe.peers for name in (peer.network, peer.posterior.kind)]
+    named += [name for stage in recipe.stages for name in stage.terms]
+    return f"next: peerbayes predict {folder} FILES" + " --trust" * any(":" in name for name in named)
 
 
 def adopt(
@@ -277,7 +285,7 @@ def adopt(
         **how,
     )
     typer.echo(json.dumps(adopted.record, indent=1) if as_json else str(adopted))
-    progress.headline(f"{adopted.folder}: all runs, adopted.json; next: peerbayes predict {adopted.folder} FILES")
+    progress.headline(f"{adopted.folder}: all runs, adopted.json; {_next(adopted.folder, adopted.best.recipe)}")
 
 
 def distill(

@@ -10,6 +10,8 @@ Where data is looked for: the ``root`` argument, else the environment variable `
   the training split is stored class by class (each class in one run, as in image folders), the last images
   would be of one class: then the same share of each class is taken by a fixed permutation. Either way the
   training images keep their order. ``"auto"`` takes the data's own validation split, or else a tenth.
+- ``"half"`` is for networks that may have learnt all training images: as ``"auto"``, but where there is a validation
+  split and no test split, half of each of its classes is the validation split, the other half the test split.
 
 What is cut is said in the notes of the data set.
 """
@@ -32,7 +34,7 @@ from peerbayes.data.datasets.corpora import is_corpus, read_corpus
 from peerbayes.data.datasets.folders import read_folder
 from peerbayes.data.datasets.objects import read_object, splits_of, title_of
 from peerbayes.data.datasets.sources import READERS, Corpus, Source, Texts, data_root
-from peerbayes.data.held_out import divided
+from peerbayes.data.held_out import Validation, divided
 from peerbayes.data.items import Stored
 from peerbayes.data.splits import ArraySplit, Split, measure
 from peerbayes.data.transforms.channels import Recoloured
@@ -72,6 +74,7 @@ class Dataset:
         stats: whose mean and deviation these are, where others than the data's own were asked for.
         notes: what was cut, or left out, a sentence each.
         unsplit: whether the data had no test split, so that a part of the training split is it.
+        halved: whether validation and test split are the halves of one, by ``validation="half"``.
         origin: what `load` makes it of again: its options by name, with full paths; None for an object.
 
     Example:
@@ -96,6 +99,7 @@ class Dataset:
     stats: Literal["imagenet"] | None = None
     notes: tuple[str, ...] = ()
     unsplit: bool = False
+    halved: bool = False
     origin: Mapping[str, Any] | None = None
 
     @property
@@ -157,7 +161,7 @@ def load(
     given: Any,
     *,
     root: Path | str | None = None,
-    validation: int | float | Literal["auto"] = 0,
+    validation: Validation = 0,
     size: int | None = None,
     stats: Literal["imagenet"] | None = None,
     text: TextOptions | None = None,
@@ -175,7 +179,8 @@ def load(
             ``validation``. A `Dataset` is returned as it is.
         root: the folder of the data (see :func:`peerbayes.data.data_root`).
         validation: images to hold out of the training split: a number, or a fraction below 1; ``"auto"`` for the data's
-            own validation split, or else a tenth.
+            own validation split, or else a tenth; ``"half"`` for half of its own, the other half being the test split,
+            where it has none, else as ``"auto"``.
         size: side of the images: shortest side resized, centre cut out. By default as stored; 224 for
             ImageNet, and for other folders, and objects whose images have different sizes, the shortest side of the
             first image, at most 224.
@@ -220,7 +225,7 @@ def load(
     if not named:
         return replace(loaded, name=str(name))
     options = {"validation": validation, "size": size, "stats": stats}
-    if options["validation"] == "auto":
+    if isinstance(options["validation"], str) and not loaded.halved:
         cut = loaded.validation is not None and source.validation is None
         options["validation"] = len(loaded.validation) if cut and loaded.validation is not None else 0
     written = None if text is None else {"text": asdict(text)}
@@ -240,7 +245,7 @@ def _normalised_by(stats: Any, loaded: Dataset) -> Dataset:
 def from_arrays(
     train: tuple[Any, Any],
     test: tuple[Any, Any] | None = None,
-    validation: tuple[Any, Any] | int | float | Literal["auto"] = 0,
+    validation: tuple[Any, Any] | Validation = 0,
     *,
     names: Sequence[str] | None = None,
     name: str = IN_MEMORY,
@@ -292,11 +297,17 @@ def load_judged(given: Any, *, vocabulary: Vocabulary | None = None, size: int |
     return load({"train": whole, "test": whole}, vocabulary=vocabulary, size=size, names=names)
 
 
-def _image_data(
-    name: str | Path, found: Source, validation: int | float | Literal["auto"], size: int | None
-) -> Dataset:
+def _image_data(name: str | Path, found: Source, validation: Validation, size: int | None) -> Dataset:
     parts: tuple[Stored, Stored | None, Stored]
-    parts, cut = divided(name, found.train, found.validation, found.test, validation)
+    own, test, notes = found.validation, found.test, found.notes
+    called = found.stand_in or "validation"
+    if found.stand_in is not None and test is not None:
+        if validation == "half":
+            own, test = test, None
+        else:
+            notes = (*notes, f"{name}: no test split: the {len(test):,} images of '{called}' are it")
+    halved = _is_halved(own, test, validation)
+    parts, cut = divided(name, found.train, own, test, validation, called)
     train, own, test = parts
     if size is not None:
         _check_size(size)
@@ -316,15 +327,20 @@ def _image_data(
         mean=mean,
         std=std,
         soft_labels=found.soft_labels,
-        notes=(*found.notes, *cut),
+        notes=(*notes, *cut),
         unsplit=found.test is None,
+        halved=halved,
     )
+
+
+def _is_halved(own: object, test: object, validation: Validation) -> bool:
+    return validation == "half" and own is not None and test is None
 
 
 def _text_data(
     name: str | Path,
     found: Corpus,
-    validation: int | float | Literal["auto"],
+    validation: Validation,
     options: TextOptions,
     vocabulary: Vocabulary | None,
 ) -> Dataset:
@@ -349,6 +365,7 @@ def _text_data(
         vectors=vectors,
         notes=(*found.notes, *cut),
         unsplit=found.test is None,
+        halved=_is_halved(found.validation, found.test, validation),
     )
 
 

@@ -23,6 +23,7 @@ class _Divisible(Protocol):
 
 
 Part = TypeVar("Part", bound=_Divisible)
+Validation = int | float | Literal["auto", "half"]
 
 
 def divided(
@@ -30,7 +31,8 @@ def divided(
     train: Part | None,
     own: Part | None,
     test: Part | None,
-    validation: int | float | Literal["auto"],
+    validation: Validation,
+    called: str = "validation",
 ) -> tuple[tuple[Part, Part | None, Part], list[str]]:
     """Return training, validation and test split, and what is said of those that had to be cut.
 
@@ -39,11 +41,21 @@ def divided(
         train: the data's training split.
         own: its validation split.
         test: its test split; a fifth of ``train`` is held out where there is none.
-        validation: how many of ``train`` to hold out, which fraction, or ``"auto"``: a tenth unless there is ``own``.
+        validation: how many of ``train`` to hold out, which fraction, or ``"auto"``: a tenth unless there is ``own``;
+            or ``"half"``: as ``"auto"``, but half of ``own`` is the test split where there is none.
+        called: what the data call ``own``.
     """
     assert train is not None
     notes: list[str] = []
     items = "texts" if isinstance(train, Texts) else "images"
+    if validation == "half" and own is not None and test is None:
+        if len(own) < 2:
+            raise InputError(f"{name}: expected at least two {items} in '{called}' to halve them, got {len(own)}")
+        assert own.labels is not None
+        tested, choosing = held_out(own.labels, len(own) // 2, "half")
+        told = f"half of the {len(own):,} {items} of '{called}' choose, the other half is the test split"
+        notes.append(f"{name}: no test split: {told}")
+        own, test = own.select(choosing), own.select(tested)
     if test is None:
         if len(train) < 2:
             raise InputError(f"{name}: expected at least two {items} to hold out a test split, got {len(train)}")
@@ -57,8 +69,8 @@ def divided(
         total = len(train)
         train, test = train.select(kept), train.select(held[known])
         notes.append(f"{name}: no test split: {len(test):,} of {total:,} {items} are held out, the same every time")
-    if isinstance(validation, str) and validation != "auto":
-        raise InputError(f"validation = '{validation}': expected a number, a fraction, or 'auto'")
+    if isinstance(validation, str) and validation not in ("auto", "half"):
+        raise InputError(f"validation = '{validation}': expected a number, a fraction, 'auto' or 'half'")
     if isinstance(validation, str):
         validation = 0 if own is not None else len(train) // 10
         if validation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ _SCORES["raps"] = [*_SCORES["aps"][:3], _PENALTY, *_SCORES["aps"][3:]]
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "nll": ("cnll", "Negative log-likelihood"),
            "ece": ("cece", "Expected calibration error")}  # fmt: skip
 SHOWN = 20  # classes that are named
+SAME = 1e-3  # relative difference of temperatures that are the same, but for rounding
 _ENCODE = {
     "words": r'''
 def encode(texts):
@@ -106,12 +108,13 @@ def model_card(folder: Path, about: Mapping[str, Any], run: Run | None) -> str:
         run: that the weights are of, if that is known.
     """
     records = [] if run is None else _records(run)
+    measured = _measured(about, run, records)
     parts = [
-        _front_matter(about, records),
+        _front_matter(about, records, measured),
         f"# {_heading(about, run)}",
         _summary(about, run),
         _use(about, run),
-        _results(about, run, records),
+        _results(about, run, records, measured),
         *([] if run is None else [_training(run)]),
         _files(folder, about),
         *([_certificate(about)] if about.get("certificate") else []),
@@ -152,13 +155,27 @@ def _judged(record: Record, about: Mapping[str, Any]) -> Record:
     return next((peer for peer in record["peers"] if peer.get("name") == peers[0]), {})
 
 
-def _front_matter(about: Mapping[str, Any], records: Sequence[Record]) -> str:
+def _measured(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]) -> bool:
+    """Return whether a run's record after a temperature is of the temperatures that it has now."""
+    own = next((record for record in records if run is not None and record["seed"] == run.seed), None)
+    if own is None or run is None:
+        return True
+    kept = {name: run[name].temperature for name in about["peers"]}
+    kept[_judged(own, about).get("name")] = about["temperature"]  # of all peers as one, or of the only one
+    judged = [*own["peers"], _judged(own, about)]
+    then = {one.get("name"): one["temperature"] for one in judged if one.get("temperature") is not None}
+    return all(math.isclose(then[name], kept[name], rel_tol=SAME) for name in kept.keys() & then.keys())
+
+
+def _front_matter(about: Mapping[str, Any], records: Sequence[Record], measured: bool) -> str:
     """Return YAML, each value in the form that JSON has in common with it."""
     tags = ["peerbayes", "bayesian", "uncertainty", *(["onnx"] if about["to"] == "onnx" else [])]
     entries: dict[str, Any] = {"library_name": "peerbayes", "pipeline_tag": about["task"], "tags": tags}
     judged = [_judged(record, about) for record in records]
     after = about["temperature"] != 1  # which the program's probabilities are at
     keys = {key: calibrated if after else key for key, (calibrated, _) in METRICS.items()}
+    if after and not measured:
+        keys = {"accuracy": "accuracy"}
     if judged and all(key in one for key in keys.values() for one in judged):
         metrics = [
             {"type": key, "name": METRICS[key][1], "value": round(summarise(one[taken] for one in judged).mean, 5)}
@@ -328,12 +345,12 @@ def _torch_lines(about: Mapping[str, Any]) -> list[str]:
     return [*lines, f"    probabilities, entropy, disagreement = program({made}{given.get(about['noise'], '')})"]
 
 
-def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]) -> str:
+def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record], measured: bool) -> str:
     if not records:
         told = "" if run is None else "; `peerbayes evaluate` of the run writes what this section is made of"
         return f"## Results\n\nIt was not evaluated when it was exported{told}."
     columns = COLUMNS
-    if all({key for key, _ in CALIBRATED.values()} <= set(_judged(record, about)) for record in records):
+    if measured and all({key for key, _ in CALIBRATED.values()} <= set(_judged(record, about)) for record in records):
         columns = {**COLUMNS, **CALIBRATED}
     wanted = {*about["peers"], *([ENSEMBLE] if len(about["peers"]) > 1 else [])}
     only = [{**record, "peers": [p for p in record["peers"] if p.get("name") in wanted]} for record in records]
@@ -346,6 +363,8 @@ def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record
     first = records[0]
     draws = f", {first['draws']} draws" if _stochastic(about) else ""
     after = " cNLL and cECE are after the temperature, which was fitted on other inputs." * (columns is not COLUMNS)
+    if not measured and about["temperature"] != 1:
+        after = " NLL and ECE are at temperature 1; they were not measured at the temperature that ships."
     other = _judged(first, about).get("out_of_distribution") or {}
     unlike = "".join(
         f"\n\nOut of distribution: entropy tells {_text(name)} apart with an AUROC of {figures['auroc']:.3f}."

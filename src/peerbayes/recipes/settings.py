@@ -37,7 +37,7 @@ class Data(Strict):
         batch_size: images in a batch, over all processes.
         augment: names of augmentations, in the order in which they are applied.
         validation: images (or fraction) of the training split kept for validation; ``auto`` takes the data's own split,
-            or else a tenth.
+            or else a tenth; ``half`` takes half of its own, where the other half has to be the test split.
         size: image size for folders.
         stats: normalise colour images by ``imagenet``'s mean and deviation instead of the data's own.
         text: how texts become token numbers, where the data are texts.
@@ -47,7 +47,7 @@ class Data(Strict):
     classes: PositiveInt | None = None
     batch_size: PositiveInt = 128
     augment: list[str] = []
-    validation: int | float | Literal["auto"] = 0
+    validation: int | float | Literal["auto", "half"] = 0
     size: PositiveInt | None = None
     stats: Literal["imagenet"] | None = None
     text: Text | None = None

@@ -175,7 +175,7 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
             continue
         run, names = peers_at(folder_of(source) if isinstance(source, Node) else source)
         run.refuse_strange(data, f"teacher {run.folder}")
-        _warn_of_known(run, node.recipe)
+        _warn_of_known(run, node.recipe, data.halved)
         teachers += [run[name].to(device) for name in names if chosen is None or chosen.has(name)]
     # Runs of given teachers, each once.
     given = {teacher.provenance.run: teacher for teacher in node.teachers if isinstance(teacher, Posterior)}
@@ -197,12 +197,14 @@ def _check_source(folder: Path, recipe: Recipe, loaded: Dataset) -> None:
         run.refuse_other_data(loaded)
     else:
         run.refuse_renamed(loaded)
-    _warn_of_known(run, recipe)
+    _warn_of_known(run, recipe, loaded.halved)
 
 
-def _warn_of_known(run: Run, recipe: Recipe) -> None:
+def _warn_of_known(run: Run, recipe: Recipe, halved: bool) -> None:
     """Tell that weights of a run may have learnt what a recipe holds out: other images are its validation split."""
     ours, theirs = recipe.data, run.recipe.data
+    if halved:  # of images that no run trains on
+        return
     if ours.validation and theirs.name == ours.name and theirs.validation != ours.validation:
         warnings.warn(
             f"{run.folder}: was trained with data.validation={theirs.validation}, here it is {ours.validation}: it may "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import scipy  # its submodules are imported on first use
 import torch
 from torch import Tensor
 
@@ -135,13 +136,13 @@ def _as_one(log_p: Mapping[str, Tensor]) -> Tensor:
     return mean_of(torch.stack([first, *others])) if others else first
 
 
-SURE = 4.0  # standard errors between the accuracies of two splits, from which on they are not alike
+LEARNT = 1e-4  # probability below which two splits of one kind are not that different by chance
 
 
 def learnt_by(held: float, held_count: int, test: float, test_count: int) -> str:
     """Return that a network has most likely learnt its validation inputs, as the end of a sentence; else ''.
 
-    The accuracies of two splits of one kind, neither of which was learnt, differ by few standard errors.
+    Two splits of one kind, neither of which was learnt, have mistakes at the same rate: Fisher's exact test, one-sided.
 
     Args:
         held: accuracy of the validation split.
@@ -151,9 +152,9 @@ def learnt_by(held: float, held_count: int, test: float, test_count: int) -> str
     """
     if not held_count or not test_count:
         return ""
-    pooled = (held * held_count + test * test_count) / (held_count + test_count)
-    error = (pooled * (1 - pooled) * (1 / held_count + 1 / test_count)) ** 0.5
-    if held - test <= SURE * error:
+    right, right_test = round(held * held_count), round(test * test_count)
+    table = [[right, held_count - right], [right_test, test_count - right_test]]
+    if scipy.stats.fisher_exact(table, alternative="greater").pvalue >= LEARNT:
         return ""
     return (
         f"the network is right about {100 * held:.1f} % of the {held_count:,} validation inputs, but {100 * test:.1f} "

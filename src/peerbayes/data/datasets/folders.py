@@ -246,12 +246,11 @@ def read_folder(path: Path, want_train: bool) -> Source:
     split = read_classes(train, classes)
     read = read_annotated if tiny else read_classes
     others = [read(place, classes, split.size) for place in (test, val) if place is not None]
-    told = f"{path}: no test split: the {len(others[0]):,} images of '{val.name}' are it" if val and not test else ""
     return Source(
         split,
         others[0] if others else None,
         others[1] if len(others) > 1 else None,
         classes=len(classes),
         class_names=classes,
-        notes=(told,) if told else (),
+        stand_in=val.name if val is not None and test is None else None,
     )

@@ -40,6 +40,7 @@ class Source:
         stats: published mean and deviation, or None to measure them.
         soft_labels: float32 (N, classes) of the test images, or None.
         notes: what a person should know of how it was read, a sentence each.
+        stand_in: name of the validation split that is the test split, since there is no other; None otherwise.
     """
 
     train: Stored | None
@@ -50,6 +51,7 @@ class Source:
     stats: Stats | None = None
     soft_labels: Tensor | None = None
     notes: tuple[str, ...] = ()
+    stand_in: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
