@@ -40,7 +40,7 @@ class Cohort:
         world: the processes that share a batch.
         synchronise: terms that compare the images of a batch see those of all processes.
         teachers: who do not learn.
-        look: called with the names of figures and the figures, means over the processes, before they lead to an update.
+        check: called with names of figures, and their values (means over the processes), before they lead to an update.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Cohort:
         autocast: torch.dtype | None,
         world: World,
         synchronise: bool = False,
-        look: Callable[[Sequence[str], Tensor], None] = lambda _keys, _figures: None,
+        check: Callable[[Sequence[str], Tensor], None] | None = None,
         teachers: Teachers | None = None,
     ) -> None:
         self.recipe, self.peers, self.feed, self.seed = recipe, peers, feed, seed
-        self.train_size, self.autocast, self.world, self.look = train_size, autocast, world, look
+        self.train_size, self.autocast, self.world, self.check = train_size, autocast, world, check
         self.batch_size = feed.batch_size * world.size
         self.gather = (lambda tensor: gather_batch(tensor, world)) if synchronise and world.size > 1 else None
         self.device = next(iter(peers.values())).device
@@ -140,7 +140,8 @@ class Cohort:
         self._average(first, figures)
         for name in others:
             self._average(name)
-        self.look(self.keys, figures)
+        if self.check is not None:
+            self.check(self.keys, figures)
         self._finish_shared()
         with self._forked():
             for name in self.peers:
@@ -157,7 +158,8 @@ class Cohort:
                 total, figures = self._loss_and_figures(batch, name)
             total.backward()
             self._average(name, figures)
-            self.look([key for key in self.keys if key.startswith(f"{name}|")], figures)
+            if self.check is not None:
+                self.check([key for key in self.keys if key.startswith(f"{name}|")], figures)
             self.state.update([name])
             parts.append(figures)
             if len(parts) < len(self.peers):  # for those that come after it

@@ -115,16 +115,16 @@ def execute(
         for node in plan.sources:
             reporter.headline(f"{node.recipe.name}: training it first, into {node.folder}")
         failed: dict[Path, TrainingError] = {}
-        for place, nodes in enumerate(plan.waves, start=1):
-            last = place == len(plan.waves)
+        for number, nodes in enumerate(plan.waves, start=1):
+            last = number == len(plan.waves)
             failed = _train_packed(nodes, loaded, device, resume or not last, reporter, options)
-            for error in failed.values() if not last else ():
-                raise error
+            if failed and not last:
+                raise next(iter(failed.values()))
         of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
         if errors is not None:
             errors.update(of_targets)
-        for error in of_targets.values() if errors is None else ():
-            raise error
+        elif of_targets:
+            raise next(iter(of_targets.values()))
         return [node.run() for node in plan.targets]
 
 

@@ -139,6 +139,6 @@ def _losses(step: Step, peer: str, alike: Sequence[Lesson]) -> Tensor:
     temperature, weight = alike[0].temperature, alike[0].weight
     log_q = (step.logits(peer) / temperature).log_softmax(-1)
     targets = torch.stack([step.logits(lesson.teacher) for lesson in alike])
-    order = value_at(alike[0].alpha, step.epoch)
-    divergence = divergences.renyi((targets / temperature).log_softmax(-1), log_q, order).mean(-1)
+    alpha = value_at(alike[0].alpha, step.epoch)
+    divergence = divergences.renyi((targets / temperature).log_softmax(-1), log_q, alpha).mean(-1)
     return weight * temperature**2 * divergence

@@ -1,4 +1,4 @@
-"""The one training loop: a cohort of any size, stage by stage, step by step.
+"""How a cohort of any size learns: stage by stage, step by step. `peerbayes.training.loop` takes the steps.
 
 Everything random is a function of (seed, owner, step), so the state of a run is its weights, the optimisers' moments
 and the step number. A resumed run continues exactly.
@@ -38,7 +38,7 @@ from peerbayes.training.probe import Probe
 from peerbayes.training.reporters import Reporter
 from peerbayes.training.validation import EpochEvaluator
 
-LOOK_EVERY = 500  # steps between two looks for values that are not finite, where a look makes the GPU wait
+CHECK_EVERY = 500  # steps between two checks for values that are not finite, where a check makes the GPU wait
 CHECKPOINT_SECONDS = 30
 
 
@@ -120,7 +120,7 @@ class Learner:
             autocast,
             world,
             synchronise,
-            **{"look": self._check} if self.device.type == "cpu" else {},
+            check=self._check if self.device.type == "cpu" else None,
             teachers=teachers,
         )
         self.engine: Eager = ENGINES[pick(engine, self.device)](self.cohort, self.steps_per_epoch)
@@ -141,8 +141,9 @@ class Learner:
 
     def run(self) -> None:
         """Train to the end of the last stage, from the position; torch's generators are left as they were."""
-        for error in run_together([self]).values():
-            raise error
+        errors = run_together([self])
+        if errors:
+            raise errors[0]
 
     def steps(self) -> Iterator[None]:
         """Train step by step, each within ``engine.running()``."""
@@ -198,7 +199,7 @@ class Learner:
         self.engine.step(position.step, position.stage_step)
         position.step += 1
         position.stage_step += 1
-        if self.device.type != "cpu" and position.step % LOOK_EVERY == 0:
+        if self.device.type != "cpu" and position.step % CHECK_EVERY == 0:
             self._check(self.cohort.keys, self.cohort.sums)
 
     def _begin_stage(self, number: int) -> None:
