@@ -112,7 +112,11 @@ def test_the_table_has_every_way_to_predict_with_what_it_costs(adopted):
 def test_a_page_shows_the_table_and_every_run(place, adopted):
     page = (place[0] / "run" / "report.html").read_text()
     for row in adopted["rows"]:
-        assert f">{row['who']}</th><td>{100 * row['accuracy']:.2f}</td>" in page.replace("\n", "")
+        who = row["who"].replace("Bayesian", f"Bayesian, width {adopted['width']:g}")
+        assert f">{who}</th><td>{100 * row['accuracy']:.2f}</td>" in page.replace("\n", "")
+    assert "corrupted ACC" in page
+    assert "Each by one of 15 types and 5 severities." in page
+    assert "mean over 15 types" not in page
     for who in ("plain", "extra", "bayesian", "peers", "distilled", "compressed"):
         assert f"</i>{who}</label>" in page
     assert html.escape(adopted["verdict"]).replace("&#x27;", "&#39;") in page

@@ -28,8 +28,7 @@ from peerbayes.recipes.recipe_data import load_data, network_inputs, set_data
 from peerbayes.recipes.settings import CUSTOM
 from peerbayes.reports.evaluating import SHOWN, evaluate, write_record
 from peerbayes.reports.page import write_page, write_report
-from peerbayes.reports.record import KEPT, Record
-from peerbayes.reports.scoring import MIXED
+from peerbayes.reports.record import KEPT, MIXED, Record
 from peerbayes.reports.tables import ENSEMBLE
 from peerbayes.runs.executor import check_jobs, dry_run, execute
 from peerbayes.runs.plan import Given, Job, Plan, check_seed, resolve, with_full_paths
@@ -623,10 +622,11 @@ def adoption_table(record: Record) -> list[list[str]]:
     bad = record["corrupted"] is not None
     outside = any(row["auroc"] is not None for row in record["rows"])
     heads = ["ACC", "NLL", "ECE", f"ACC of {100 * float(KEPT):g} %", *["AUROC"] * outside]
-    heads += [*["shift ACC", "NLL", "ECE"] * bad, "passes", "KB"]
+    heads += [*["corrupted ACC", "NLL", "ECE"] * bad, "passes", "KB"]
     lines = [["", *heads]]
     for row in record["rows"]:
-        cells = [row["who"], *_figures(row)]
+        width = f"Bayesian, width {record['width']:g}"
+        cells = [row["who"].replace("Bayesian", width) if row["run"] == "bayesian" else row["who"], *_figures(row)]
         cells.append("" if row["kept_accuracy"] is None else f"{100 * row['kept_accuracy']:.2f}")
         cells += ["" if row["auroc"] is None else f"{row['auroc']:.3f}"] * outside
         cells += _figures(row["corrupted"]) if bad else []

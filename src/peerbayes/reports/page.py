@@ -191,7 +191,7 @@ def _outside(records: Sequence[Record], other: str) -> Section:
 
 def _elsewhere(records: Sequence[Record]) -> list[Section]:
     corrupted = tables.only_corrupted(records)
-    found = [("Corrupted images", "The mean over 15 types and 5 severities.", corrupted, tables.COLUMNS)]
+    found = [("Corrupted images", f"{_sentence(tables.corruptions(records))}.", corrupted, tables.COLUMNS)]
     for way in tables.averaged_ways(records):
         merged = tables.only_averaged(records, way)
         found.append((f"In one pass ({way})", "As one plain network, its weights averaged.", merged, tables.COLUMNS))

@@ -10,6 +10,7 @@ from peerbayes.errors import InputError
 
 Record = dict[str, Any]
 Alpha = float | Mapping[str, Any]
+MIXED = "mixed"  # each test image corrupted once, in turn: as many images as there are, not 75 times as many
 KEPT = "0.8"  # share of images, those of lowest entropy, whose accuracy is shown
 
 

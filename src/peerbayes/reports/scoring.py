@@ -21,7 +21,7 @@ from peerbayes.inference.prediction import entropy_of, mean_of
 from peerbayes.math.noise import FIXED, Address
 from peerbayes.metrics.calibration import TEMPERATURE_WIDTH, Reliability
 from peerbayes.posteriors.base import Point, Posterior
-from peerbayes.reports.record import Record
+from peerbayes.reports.record import MIXED, Record
 
 
 def scored(
@@ -133,7 +133,6 @@ def basic_figures(log_p: Tensor, labels: Tensor, bins: int) -> Record:
 
 Predict = Callable[[Posterior, str, Split], Tensor]  # log-probabilities (N, C) of a peer, by name, for a split
 MADE = "made"  # corruptions made here, not read from a folder
-MIXED = "mixed"  # the same, but each image by one of them, in turn: as many images as there are, not 75 times as many
 BINS = 30  # of entropy histograms
 
 

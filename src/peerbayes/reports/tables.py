@@ -12,7 +12,7 @@ from typing import Any
 
 from peerbayes.errors import InputError
 from peerbayes.metrics.spread import PairedDifference, paired_difference, summarise
-from peerbayes.reports.record import Record, alpha_title
+from peerbayes.reports.record import MIXED, Record, alpha_title
 from peerbayes.showing import aligned
 
 TITLES = {"dnn": "DNN", "vanilla": "Vanilla", "dml": "DML", "ours": "Ours"}
@@ -396,12 +396,24 @@ def text_table(
     for heading, (kept, shares) in retention_headings(records).items() if retention else ():
         sections.append((f"{heading}:", kept, shares))
     if bad := only_corrupted(records):
-        sections.append(("on corrupted images, the mean over 15 types and 5 severities:", bad, COLUMNS))
+        sections.append((f"on corrupted images, {corruptions(records)}:", bad, COLUMNS))
     for other in outside_names(records):
         sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
     with_data = len({record["dataset"] for record in records}) > 1
     text = [_section(*section, with_data) for section in sections]
     return "\n\n".join(text + [ONE_SEED] * any(has_lone_seed(found) for _, found, _ in sections))
+
+
+def corruptions(records: Sequence[Record]) -> str:
+    """Return what the figures on corrupted images are made of, the end of a heading.
+
+    Args:
+        records: of evaluations.
+    """
+    sources = {one["corrupted"].get("source") for record in records for one in record["peers"] if "corrupted" in one}
+    each = "each by one of 15 types and 5 severities"
+    every = "the mean over 15 types and 5 severities"
+    return each if sources == {MIXED} else f"{every} (or {each})" if MIXED in sources else every
 
 
 def _section(heading: str, records: Sequence[Record], columns: Columns, with_data: bool) -> str:
