@@ -30,7 +30,7 @@ from peerbayes.engine.processes import environment, pick_device
 from peerbayes.errors import TrainingError
 from peerbayes.inference.prediction import mean_of
 from peerbayes.metrics import paired_difference
-from peerbayes.runs.executor import train_jobs
+from peerbayes.runs.executor import DataCache, train_jobs
 from peerbayes.runs.run import Run
 
 DRAWS = 16
@@ -184,6 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for seed in asked.seeds.split(",")
         if (trial, asked.epochs, int(seed)) not in there
     ]
+    data_sets = DataCache(asked.data_root)
     jobs = [
         job_for(
             search.recipe,
@@ -191,7 +192,7 @@ def main(words: Sequence[str] | None = None) -> int:
             seed,
             epochs=asked.epochs,
             overrides=settings(search, trial, asked.epochs),
-            root=asked.data_root,
+            data_sets=data_sets,
         )
         for trial, seed in wanted
     ]

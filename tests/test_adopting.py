@@ -208,7 +208,7 @@ def test_help_and_guide_name_the_widths_that_are_tried(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     assert ", ".join(map(str, WIDTHS)) in called("adopt", "--help")
     guide = (Path(__file__).parents[1] / "docs" / "guide" / "adopt.md").read_text()
-    assert f"names other widths than {', '.join(f'{width:g}'.lstrip('0') for width in WIDTHS)} |" in guide
+    assert f"Tried: {', '.join(f'{width:g}'.lstrip('0') for width in WIDTHS)};" in guide
 
 
 def test_widths_and_what_to_ship_are_chosen_on_validation_images_alone(place, adopted):

@@ -782,7 +782,7 @@ def test_a_circle_of_sources_is_refused(capsys, tmp_path):
         text = f'extends = "mutual/digits-dnn"\nset = ["peers.0.start_from={tmp_path}/{two}.toml"]\n'
         (tmp_path / f"{one}.toml").write_text(text)
     assert ended("train", tmp_path / "a.toml", "--run", tmp_path / "r", "--device", "cpu", "-q") == 2
-    assert "leads back to" in capsys.readouterr().err
+    assert "circular start_from or teachers" in capsys.readouterr().err
 
 
 def test_a_warning_is_told_once(tmp_path, capsys):

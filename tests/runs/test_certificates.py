@@ -358,7 +358,9 @@ def test_images_that_chose_the_best_epoch_promise_nothing(pair, tmp_path, capsys
     told = refused(capsys, "calibrate", folder, "--coverage", "0.5", *CPU)
     assert "best epoch was chosen on the validation images, so they can promise nothing" in told
     data = Run(folder).recipe.data.name
-    called("calibrate", folder, "--coverage", "0.5", "--data", data, *CPU, code=2)  # has no validation split of its own
+    for same in (data, shutil.copy(data, tmp_path / "copy.npz")):  # with all images that it has learnt
+        called("calibrate", folder, "--coverage", "0.5", "--data", same, *CPU, code=2)
+        called("calibrate", pair.folder, "--data", same, *CPU, code=2)
     again = pb.data.load(data, validation=24)  # the same images
     with pytest.raises(InputError, match="best epoch was chosen on the validation images"):
         pb.calibrate(folder, again, coverage=0.5, device="cpu")

@@ -20,6 +20,7 @@ from peerbayes.inference.guarantees import Promises
 from peerbayes.math.conformal import Method
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
+from peerbayes.recipes.recipe_data import load_data
 from peerbayes.runs.folder import lock
 from peerbayes.runs.run import Run, peers_at, read_json, run_of, trained_into, write_text
 from peerbayes.runs.temperatures import (
@@ -358,8 +359,13 @@ def _chosen_by(run: Run) -> str | None:
 def _are_its_own(loaded: Dataset, run: Run, root: str | Path | None) -> bool:
     """Return whether data are those that a run has learnt; False where these are gone."""
     said = run.about.get("data")
+    if said is not None:
+        return bool(said["digest"] == loaded.digest())
+    recipes = [run.recipe]
+    if loaded.validation is None:  # the same images, none of which are held out now
+        data = run.recipe.data.model_copy(update={"validation": 0})
+        recipes.append(run.recipe.model_copy(update={"data": data}))
     try:
-        digest = run.data(root).digest() if said is None else said["digest"]
+        return any(load_data(recipe, root, run.vocabulary).digest() == loaded.digest() for recipe in recipes)
     except InputError:
         return False
-    return bool(digest == loaded.digest())
