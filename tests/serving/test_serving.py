@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -122,7 +123,7 @@ def test_without_a_promise_it_says_how_to_make_one(pair):
     assert about["networks"] == {"a": "mlp", "b": "mlp"}
 
 
-def test_the_model_is_told_without_places_of_files(certified, pair, client):
+def test_the_model_is_told_without_places_of_files(certified, pair, client, tmp_path):
     about = client.get("/model").json()
     assert about["name"] == "digits"
     assert about["takes"] == "images"
@@ -131,7 +132,14 @@ def test_the_model_is_told_without_places_of_files(certified, pair, client):
     assert about["promises"] == certified.certificate.describe(about["classes"])
     record = json.loads((certified.folder / "evaluation.json").read_text())["peers"][0]
     assert about["figures"]["accuracy"] == record["accuracy"]
-    assert about["figures"]["calibrated nll"] == record["cnll"]
+    assert record["temperature"] != pytest.approx(about["temperature"], rel=1e-3)  # certifying fitted another one
+    assert "calibrated nll" not in about["figures"]
+    folder = shutil.copytree(certified.folder, tmp_path / "digits")
+    judged = json.loads((folder / "evaluation.json").read_text())
+    judged["peers"][0]["temperature"] = about["temperature"]
+    (folder / "evaluation.json").write_text(json.dumps(judged))
+    with client_of(pb.load(folder)) as other:
+        assert other.get("/model").json()["figures"]["calibrated nll"] == record["cnll"]
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
     with client_of(pair) as other:
         told = other.get("/model").text + other.get("/openapi.json").text + other.get("/").text

@@ -11,6 +11,7 @@ from typing import Any
 
 from peerbayes.data.transforms.augment import LUMA
 from peerbayes.errors import InputError
+from peerbayes.metrics.calibration import SAME_TEMPERATURE
 from peerbayes.metrics.spread import summarise
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
@@ -47,7 +48,6 @@ _SCORES["raps"] = [*_SCORES["aps"][:3], _PENALTY, *_SCORES["aps"][3:]]
 METRICS = {"accuracy": ("accuracy", "Accuracy"), "nll": ("cnll", "Negative log-likelihood"),
            "ece": ("cece", "Expected calibration error")}  # fmt: skip
 SHOWN = 20  # classes that are named
-SAME = 1e-3  # relative difference of temperatures that are the same, but for rounding
 _ENCODE = {
     "words": r'''
 def encode(texts):
@@ -164,7 +164,7 @@ def _measured(about: Mapping[str, Any], run: Run | None, records: Sequence[Recor
     kept[_judged(own, about).get("name")] = about["temperature"]  # of all peers as one, or of the only one
     judged = [*own["peers"], _judged(own, about)]
     then = {one.get("name"): one["temperature"] for one in judged if one.get("temperature") is not None}
-    return all(math.isclose(then[name], kept[name], rel_tol=SAME) for name in kept.keys() & then.keys())
+    return all(math.isclose(then[name], kept[name], rel_tol=SAME_TEMPERATURE) for name in kept.keys() & then.keys())
 
 
 def _front_matter(about: Mapping[str, Any], records: Sequence[Record], measured: bool) -> str:

@@ -18,6 +18,7 @@ from peerbayes.metrics.scores import (
     sorted_with_shared_ties,
 )
 
+SAME_TEMPERATURE = 1e-3  # relative difference of temperatures that are the same, but for rounding
 TEMPERATURE_WIDTH = 0.5  # of the prior on log τ in runs; negligible for a thousand rows
 
 

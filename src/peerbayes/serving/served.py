@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import peerbayes
 from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError
 from peerbayes.inference.prediction import Prediction, joint_layers
+from peerbayes.metrics.calibration import SAME_TEMPERATURE
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.recipes.recipe import without_folders
 from peerbayes.runs.hub import is_hub_name
@@ -118,6 +120,11 @@ class Served:
         count = self.run.network_inputs().classes
         return list(self.run.about.get("class_names") or map(str, range(count)))
 
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return self.run.temperature if self.peer is None else self.run[self.peer].temperature
+
     def about(self, limits: Limits) -> dict[str, Any]:
         """Return what is served, without the places of files, JSON-ready.
 
@@ -138,7 +145,7 @@ class Served:
             "seed": self.run.seed,
             "draws": self.draws_each,
             "passes": self.passes,
-            "temperature": self.run.temperature if self.peer is None else self.run[self.peer].temperature,
+            "temperature": self.temperature,
             "figures": self._figures(),
             "certificate": None if certificate is None else certificate.model_dump(exclude_none=True),
             "promises": [] if certificate is None else certificate.describe(self.run.about.get("class_names")),
@@ -147,7 +154,7 @@ class Served:
         }
 
     def _figures(self) -> dict[str, float] | None:
-        """Return what it was measured to be worth, if it was."""
+        """Return what it was measured to be worth, if it was; after a temperature only if that is still the one."""
         path = self.run.folder / "evaluation.json"
         if not path.is_file():
             return None
@@ -155,7 +162,9 @@ class Served:
         try:
             parts = record["peers"] if len(self.names) == 1 else [record["ensemble"]]
             (part,) = [part for part in parts if len(self.names) > 1 or part["name"] == self.names[0]]
-            return {name: float(part[key]) for name, key in SHOWN.items() if part.get(key) is not None}
+            same = math.isclose(part.get("temperature") or 1.0, self.temperature, rel_tol=SAME_TEMPERATURE)
+            keys = {name: key for name, key in SHOWN.items() if same or not name.startswith("calibrated")}
+            return {name: float(part[key]) for name, key in keys.items() if part.get(key) is not None}
         except (KeyError, TypeError, ValueError) as error:
             told = f"not a record of an evaluation ({type(error).__name__}: {error})"
             raise InputError(f"{path}: {told}; `peerbayes evaluate {self.run.folder}` writes it") from None
