@@ -325,6 +325,10 @@ def test_other_images_without_splits_all_certify(trained, tmp_path):
     np.savez(tmp_path / "unsplit.npz", train_images=images, train_labels=labels)
     called("calibrate", mine.folder, "--data", tmp_path / "unsplit.npz", "--coverage", "0.5", *CPU)
     assert Run(mine.folder).certificate.images == 150
+    with pytest.raises(InputError, match="has no validation split to fit temperatures on"):
+        pb.calibrate(
+            pb.Point(mine["net"].materialise()), (images, labels), device="cpu"
+        )  # who knows what it has learned?
     own = {"train_images": images[:50], "train_labels": labels[:50]}
     np.savez(tmp_path / "others.npz", **own, test_images=images[50:], test_labels=labels[50:])
     called("calibrate", mine.folder, "--data", tmp_path / "others.npz", "--coverage", "0.5", *CPU)
@@ -376,7 +380,7 @@ def test_images_that_an_adoption_chose_by_promise_nothing(pair, tmp_path, capsys
     for path in (folder, folder.parent, folder / "weights-a.safetensors"):
         told = refused(capsys, "calibrate", path, "--coverage", "0.5", *CPU)
         assert "`adopt` has chosen widths and what to ship by the validation images" in told
-        assert "give a data set with a validation split of others, as data=... in Python or --data" in told
+        assert "give other labelled data, as data=... in Python or --data" in told
     with pytest.raises(InputError, match="`adopt` has chosen"):
         pb.calibrate(folder, pair.data(), coverage=0.5, device="cpu")  # the same images
     with pytest.raises(InputError, match="`adopt` has chosen"):

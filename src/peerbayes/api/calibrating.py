@@ -99,8 +99,8 @@ def calibrate(
         source: a finished run, its folder, or a weights file of a run: its weights files and run.json keep the
             temperatures, each peer's and that of all as one. Or a posterior, in memory alone until it is saved.
         data: a data set, or what `peerbayes.data.load` takes, such as a folder of labelled images, of which nothing was
-            learnt. Its validation split is used, else its test split, else everything. By default what the run has
-            learnt, which must have a validation split.
+            learned. Its validation split is used; for a run without one its test split, else everything. By default
+            what the run has learned, which must have a validation split.
         coverage: promise sets that hold the true class with this probability.
         risk: promise that at most this share of the answers is wrong.
         delta: chance that the risk is larger all the same.
@@ -310,7 +310,7 @@ def keep_together(run: Run, temperature: float, certificate: Certificate | None 
 def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Promises) -> tuple[Dataset, Split]:
     """Return the data that were given, or that a run has learnt, and the inputs to calibrate by.
 
-    Those are the validation split. Of other data without one it is the test split, or everything where there is none.
+    Those are the validation split. Of data that a run has not learned it may also be the test split, or everything.
     """
     chosen = _chosen_by(run) if run is not None and promises.any else None
     if chosen is not None and data is None:
@@ -333,7 +333,8 @@ def _held_out(data: Any, run: Run | None, root: str | Path | None, promises: Pro
             raise InputError(chosen)
     if loaded.validation is not None:
         return loaded, loaded.validation
-    if data is None or isinstance(data, Mapping) or (run is not None and _are_its_own(loaded, run, root)):
+    # What a posterior of no run has learned is not known.
+    if data is None or isinstance(data, Mapping) or run is None or _are_its_own(loaded, run, root):
         raise InputError(
             f"{loaded.name}: has no validation split to fit temperatures on; train with data.validation, or give other "
             "data, of which nothing was learnt: --data, or data=... in Python"
@@ -351,8 +352,8 @@ def _chosen_by(run: Run) -> str | None:
     if what is None:
         return None
     return (
-        f"{run.folder}: {what} the validation images, so they can promise nothing; give a data set with a validation "
-        f"split of others, as data=... in Python or --data{instead}"
+        f"{run.folder}: {what} the validation images, so they can promise nothing; give other labelled "
+        f"data, as data=... in Python or --data{instead}"
     )
 
 

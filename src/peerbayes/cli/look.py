@@ -197,9 +197,7 @@ def calibrate(
     ] = False,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="A data set whose validation split was not used to train or choose anything.", show_default="the run's"
-        ),
+        typer.Option(help="Labelled data that were not used to train or choose anything.", show_default="the run's"),
     ] = None,
     draws: Draws = None,
     device: Device = "auto",

@@ -248,17 +248,17 @@ class JoinedSplit:
             index: int64 (B,).
             device: where the batch is wanted.
         """
-        places, items, labels, before = [], [], [], 0
+        rows, items, labels, before = [], [], [], 0
         for part in self.parts:
-            place = ((index >= before) & (index < before + len(part))).nonzero().flatten()
-            if len(place):
-                found = part.batch(index[place] - before, device)
-                places.append(place)
-                items.append(found[0])
-                labels.append(found[1])
+            in_part = ((index >= before) & (index < before + len(part))).nonzero().flatten()
+            if len(in_part):
+                part_items, part_labels = part.batch(index[in_part] - before, device)
+                rows.append(in_part)
+                items.append(part_items)
+                labels.append(part_labels)
             before += len(part)
-        order = torch.cat(places).argsort().to(device)
-        return torch.cat(items)[order], torch.cat(labels)[order]
+        back = torch.cat(rows).argsort().to(device)
+        return torch.cat(items)[back], torch.cat(labels)[back]
 
 
 @dataclass(frozen=True, eq=False)

@@ -266,10 +266,10 @@ class Cohort:
         return Output(posterior, weights, logits, dict(zip(self.layers, features, strict=True)))
 
     def _keys_of(self, address: Address) -> Tensor:
-        place = address.owner, address.stream
-        if place not in self._keys:
-            self._keys[place] = noise.key_tensor(address, self.device)
-        return self._keys[place]
+        stream = address.owner, address.stream
+        if stream not in self._keys:
+            self._keys[stream] = noise.key_tensor(address, self.device)
+        return self._keys[stream]
 
     @contextlib.contextmanager
     def _forked(self) -> Iterator[None]:

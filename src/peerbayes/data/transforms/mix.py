@@ -52,9 +52,9 @@ class Mixer:
         count, _, height, width = images.shape
         device, others = images.device, images.flip(0)
         # Uniform numbers through the quantile function, which is linear between its knots.
-        place = noise.uniform(address.sub("share"), count, device, first) * _KNOTS
-        below = place.long()
-        shares = torch.lerp(self._quantiles[below], self._quantiles[below + 1], place - below)
+        level = noise.uniform(address.sub("share"), count, device, first) * _KNOTS
+        below = level.long()
+        shares = torch.lerp(self._quantiles[below], self._quantiles[below + 1], level - below)
         if self.kind == "mixup":
             return torch.lerp(others, images, shares[:, None, None, None]), shares
 
