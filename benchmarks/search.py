@@ -55,10 +55,13 @@ class Search:
     factors: Mapping[str, Sequence[str]]
 
 
+RATES: dict[str, list[str]] = {
+    **{f"lr-{value}": [f"{OPTIMIZER}.lr={value}"] for value in ("0.05", "0.2", "0.4")},
+    **{f"decay-{value}": [f"{OPTIMIZER}.weight_decay={value}"] for value in ("2.5e-4", "1e-3")},
+}
 PEERS: dict[str, list[str]] = {
     "base": [],
-    **{f"lr-{value}": [f"{OPTIMIZER}.lr={value}"] for value in ("0.05", "0.2")},
-    **{f"decay-{value}": [f"{OPTIMIZER}.weight_decay={value}"] for value in ("2.5e-4", "1e-3")},
+    **RATES,
     **{f"scale-lr-{value}": [f"{OPTIMIZER}.scale_lr={value}"] for value in ("0.01", "1.0")},
     "sigma-steps": [f"{OPTIMIZER}.scale_space=sigma", f"{OPTIMIZER}.scale_lr=1e-3"],
     "adam": [f"{OPTIMIZER}={{ name = 'adamw', lr = 2e-3, weight_decay = 0.05 }}"],
@@ -91,6 +94,12 @@ PEERS: dict[str, list[str]] = {
     "batch-64": ["data.batch_size=64"],
 }
 SEARCHES = {name: Search(f"yardsticks/{name}-default", PEERS) for name in ("cifar100-resnet20", "digits")}
+# What the default is compared with has to have a rate of its own choice.
+SEARCHES |= {
+    f"{name}-{method}": Search(f"yardsticks/{name}-{method}", {"base": [], **RATES})
+    for name in ("cifar100-resnet20", "digits")
+    for method in ("plain", "plain-peers")
+}
 
 
 def settings(search: Search, trial: str, epochs: int) -> list[str]:

@@ -18,11 +18,11 @@ def script(monkeypatch):
 
 
 def test_every_factor_changes_the_recipe_as_it_says(script):
-    search = script.SEARCHES["cifar100-resnet20"]
-    base = load_recipe(search.recipe)
-    for factor in search.factors:
-        changed = load_recipe(search.recipe, script.settings(search, factor, 40))
-        assert (changed == base) == (factor == "base"), factor
+    for search in script.SEARCHES.values():
+        base = load_recipe(search.recipe)
+        for factor in search.factors:
+            changed = load_recipe(search.recipe, script.settings(search, factor, 40))
+            assert (changed == base) == (factor == "base"), (search.recipe, factor)
 
 
 def test_trials_are_compared_with_the_base_on_the_validation_split(script, tmp_path, capsys):
