@@ -4,8 +4,8 @@
     python benchmarks/worth.py reproduced/results/worth-cifar100-resnet20*.json
 
 Prints Markdown: one line for the peers of a method and one for their ensemble, each with and without a temperature.
-Figures are mean ± standard error over seeds. The last column is the difference in NLL to the default recipe, over the
-seeds that both have.
+Figures are mean ± standard error over seeds. What `--set` changed makes a line of its own. The last column is the
+difference in NLL to the default recipe, over the seeds that both have.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(paths: Sequence[Path]) -> list[Record]:
     for path in paths:
         content = json.loads(path.read_text())
         for record in content if isinstance(content, list) else [content]:
-            before = joined.setdefault((record["recipe"], record["seed"]), record)
+            before = joined.setdefault((method_of(record), record["seed"]), record)
             for form in ("each", "ensemble"):
                 parts = FORMS[form][1]
                 for one, other in zip(parts(before), parts(record), strict=True):
@@ -52,6 +52,13 @@ def read(paths: Sequence[Path]) -> list[Record]:
                         if key in other:
                             one[key] = one.get(key, {}) | other[key]
     return list(joined.values())
+
+
+def method_of(record: Record) -> str:
+    """Return the recipe of a record, and what `--set` changed in it, each key by its last word."""
+    lines = [line.partition("=") for line in record.get("changed", ())]
+    changes = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in lines)
+    return record["recipe"] + (f" ({changes})" if changes else "")
 
 
 def values(records: Sequence[Record], form: str, figure: Callable[[Record], float | None]) -> dict[int, float]:
@@ -115,8 +122,8 @@ def difference(by_seed: Values, against: Values) -> str:
 
 def table(records: Sequence[Record]) -> str:
     """Return the table as Markdown."""
-    methods = list(dict.fromkeys(record["recipe"] for record in records))
-    by_recipe = {name: [record for record in records if record["recipe"] == name] for name in methods}
+    methods = list(dict.fromkeys(method_of(record) for record in records))
+    by_recipe = {name: [record for record in records if method_of(record) == name] for name in methods}
     every = [one for record in records for _, parts in FORMS.values() for one in parts(record)]
     others = list(dict.fromkeys(other for one in every for other in one.get("out_of_distribution", ())))
     # Figures, and whether they are shown in percent.

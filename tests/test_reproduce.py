@@ -54,6 +54,19 @@ def one_record(method, seed, nll, peers=1, **more):
     return record
 
 
+def test_runs_with_other_settings_are_lines_of_their_own(script, tmp_path, capsys):
+    drawn = importlib.import_module("worth")
+    records = [
+        *(one_record("plain", seed, 1.0) for seed in range(2)),
+        *(one_record("plain", seed, 3.0) | {"changed": ["stages.0.optimizer.lr=0.2"]} for seed in range(2)),
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    assert drawn.main([str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    assert "| made-plain | 50.00 ± .00 | 1.000 ± .000 |" in out
+    assert "| made-plain (lr=0.2) | 50.00 ± .00 | 3.000 ± .000 |" in out
+
+
 def test_what_the_default_is_worth_is_a_table_of_paired_differences(script, tmp_path, capsys):
     drawn = importlib.import_module("worth")
     outside = {"out_of_distribution": {"elsewhere": {"auroc": 0.875}}}
