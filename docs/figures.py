@@ -309,6 +309,46 @@ def yardsticks() -> Figure:
     return drawn
 
 
+@figure
+def worth() -> Figure:
+    """Draw the NLL of the default recipe and of what people would use instead, at equal cost of a prediction."""
+    name = "worth-cifar100-resnet20"
+    default, plain, peers = record(f"{name}-one-pass"), record(f"{name}-rate"), record(f"{name}-plain-peers")
+    plain = [run for run in plain if run["recipe"].endswith("-plain")]
+
+    def means(parts: Callable[[Any], list[Any]], runs: list[Any]) -> list[float]:
+        return [fmean(part["cnll"] for part in parts(run)) for run in runs]
+
+    rows = [
+        (
+            "one pass",
+            {
+                "a plain network": means(lambda run: run["peers"], plain),
+                "a plain peer": means(lambda run: run["peers"], peers),
+                "a Bayesian peer, mean": means(lambda run: [p["averaged"]["mean"] for p in run["peers"]], default),
+            },
+        ),
+        (
+            "two passes",
+            {
+                "two plain networks": means(lambda run: run["peers"], record(f"{name}-two-plain")),
+                "two plain peers": means(lambda run: [run["ensemble"]], peers),
+                "both Bayesian peers, means": means(lambda run: [run["ensemble"]["averaged"]["mean"]], default),
+            },
+        ),
+    ]
+    drawn, both = panels(2, 2.0)
+    for axes, (title, forms) in zip(both, rows):
+        for index, (values, colour) in enumerate(zip(forms.values(), (GREY, GREEN, BLUE))):
+            error = np.std(values, ddof=1) / math.sqrt(len(values))
+            axes.errorbar(fmean(values), index, xerr=error, fmt="o", color=colour, capsize=3)
+            axes.annotate(f"{fmean(values):.3f}", (fmean(values), index - 0.2), ha="center", color=colour, fontsize=9)
+        axes.set(title=title, xlabel="NLL on CIFAR-100, nats", xlim=(0.93, 1.13), ylim=(2.5, -0.7))
+        axes.set_yticks(range(len(forms)), list(forms))
+        axes.grid(visible=False, axis="y")
+    return drawn
+
+
 def main() -> None:
     """Draw all figures."""
     FOLDER.mkdir(parents=True, exist_ok=True)
