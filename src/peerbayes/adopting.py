@@ -148,9 +148,6 @@ class Adoption:
         raise InputError(f"{self.folder}: holds an adoption of {held}, not of {now}; choose another folder: --run "
                          "(run= in Python)")  # fmt: skip
 
-    def _recipe(self, changes: dict[str, Any]) -> Recipe:
-        return Recipe.parse(self._table | changes, f"recipe {RECIPE}")
-
     def _job(self, place: str, title: str, peers: Sequence[str], start: str | None, **changes: Any) -> Job:
         """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
         posterior = changes.pop("posterior")
@@ -163,12 +160,8 @@ class Adoption:
             named["start_from"] = str((self.folder / start / f"weights-{NET}.safetensors").resolve())
         else:
             named |= {"start_from": str(self._source), "new_head": self.new_head}
-        recipe = self._recipe({
-            "title": title,
-            "method": place,
-            "peers": [{"name": peer, **named} for peer in peers],
-            **changes,
-        })  # fmt: skip
+        changes |= {"title": title, "method": place, "peers": [{"name": peer, **named} for peer in peers]}
+        recipe = Recipe.parse(self._table | changes, f"recipe {RECIPE}")
         return Job(recipe, self.folder / place, self.seed, Given(**given))
 
     @property
@@ -372,7 +365,8 @@ def _adopted(
     jobs = adoption.first
     check_jobs(list(jobs.values()), resume=resume, **how)  # before the first of them writes anything
     runs = trained({"plain": jobs.pop("plain")})
-    if learnt := _learnt(runs["plain"], adoption.data, device):
+    held, test = (_hits(runs["plain"], split, device) for split in (adoption.data.validation, adoption.data.test))
+    if learnt := learnt_by(held.double().mean().item(), len(held), test.double().mean().item(), len(test)):
         reporter.warn(learnt)
     runs |= trained(jobs)
     losses = {who: _losses(run, adoption.data, device) for who, run in runs.items()}
@@ -409,8 +403,8 @@ def _adopted(
         "seed": adoption.seed,
         "epochs": epochs,
         "new_head": adoption.new_head,
-        "validation_images": len(adoption.data.validation or ()),
-        "validation_mistakes": _mistakes(runs["plain"], adoption.data, device),
+        "validation_images": len(held),
+        "validation_mistakes": int((~held).sum()),
         "validation_learnt": bool(learnt),
         "widths": {f"{one:g}": loss for one, loss in tried.items()},
         "width": width,
@@ -503,23 +497,12 @@ def cross_tempered(log_p: Tensor, labels: Tensor) -> Tensor:
     return tempered
 
 
-def _hits(run: Run, split: Split, device: torch.device) -> Tensor:
+def _hits(run: Run, split: Split | None, device: torch.device) -> Tensor:
     """Return which inputs of a split the network is right about."""
+    assert split is not None
     assert split.labels is not None
     hits: Tensor = run.predict_split(NET, split, 1, device)[0].argmax(1) == split.labels
     return hits
-
-
-def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
-    assert data.validation is not None
-    return int((~_hits(run, data.validation, device)).sum())
-
-
-def _learnt(run: Run, data: Dataset, device: torch.device) -> str:
-    """Return how it shows that the network has learnt the validation split, if it does, as the end of a sentence."""
-    assert data.validation is not None
-    held, test = _hits(run, data.validation, device), _hits(run, data.test, device)
-    return learnt_by(held.double().mean().item(), len(held), test.double().mean().item(), len(test))
 
 
 def _uncalibrated(run: Run) -> bool:
