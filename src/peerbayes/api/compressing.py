@@ -62,7 +62,7 @@ def compress(
     if own is not None:
         known = source if isinstance(source, Run) else run_of(own)
         if isinstance(source, Run) and folder is None:
-            folder = _beside(source.folder)
+            folder = _with_end(source.folder, "-shared")
         folder = folder or default_folder(str(into), seed)
         job = _compression_of_object(own, known, into, first, changes, folder, seed, data, how.get("root"))
     elif data is not None:
@@ -96,7 +96,7 @@ def compression(
         seed: of both.
     """
     weights = weights_of(run)
-    folder = folder or _beside(weights.parent)
+    folder = folder or _with_end(weights.parent, "-shared")
     _check_recipes(load_recipe(into, changes), load_recipe(first))
     trained, (name, *_) = peers_at(weights)
     kind = trained.recipe.peer(name).posterior.posterior_class
@@ -104,7 +104,7 @@ def compression(
         raise InputError(f"{weights}: its weights share a codebook already; compress the run that it was made of")
     if kind.shareable:
         return Job(recipe_from(into, weights, changes), folder, seed)
-    before = Job(recipe_from(first, weights), _before(folder), seed)
+    before = Job(recipe_from(first, weights), _with_end(folder, "-stage1"), seed)
     start = before.folder / f"weights-{before.recipe.peers[0].name}.safetensors"
     recipe = recipe_from(into, weights, changes, start)
     return Job(recipe, folder, seed, Given(starts={recipe.peers[0].name: before}))
@@ -136,7 +136,7 @@ def _compression_of_object(
     network = posterior.materialise()
     before: Posterior | Job = posterior
     if not posterior.shareable:
-        before = _job_of_object(scales, network, posterior, data, _before(folder), seed, root)
+        before = _job_of_object(scales, network, posterior, data, _with_end(folder, "-stage1"), seed, root)
     return _job_of_object(last, network, before, data, folder, seed, root)
 
 
@@ -156,14 +156,6 @@ def _job_of_object(
     name = recipe.peers[0].name
     given = Given(networks={name: network}, starts={name: start}, data=loaded)
     return Job(with_full_paths(Recipe.parse(table, f"recipe {recipe.name}")), folder, seed, given)
-
-
-def _beside(folder: Path) -> Path:
-    return _with_end(folder, "-shared")
-
-
-def _before(folder: Path) -> Path:
-    return _with_end(folder, "-stage1")
 
 
 def _with_end(folder: Path, end: str) -> Path:
@@ -197,16 +189,13 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
         changes: of the recipe, such as ``stages.0.epochs=5``.
         start: weights file to start from, where it is another one of that network, which may not be there yet.
     """
-    base = load_recipe(recipe)
-    if len(base.peers) != 1:
-        raise InputError(f"recipe {recipe}: expected one peer, which starts from the run")
     run, (name, *_) = peers_at(source)
     if run.recipe.peer(name).network == CUSTOM:
         raise InputError(
             f"{run.folder}: peer '{name}' has a network of your own; open the run from Python, and give "
             f"peerbayes.compress its posterior"
         )
-    table = base.model_dump(exclude_none=True)
+    table = load_recipe(recipe).model_dump(exclude_none=True)
     table["data"] = run.recipe.data.model_dump(exclude_none=True)
     table["peers"][0] |= {
         "network": run.recipe.peer(name).network,

@@ -21,12 +21,12 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.exporting import checking, program_files
 from peerbayes.exporting.card import model_card
 from peerbayes.exporting.program import NOISES, OUTPUTS, Program, part_of
-from peerbayes.exporting.repository import WEIGHTS, config_of, write_run
+from peerbayes.exporting.repository import config_of, write_run
 from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.run import CONFIG, Run, peers_at, run_of
+from peerbayes.runs.run import CONFIG, WEIGHTS, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
@@ -176,10 +176,6 @@ class _Options:
     draws: dict[str, int]  # of each peer
     codebook: ExportCodebook
 
-    @property
-    def passes(self) -> int:
-        return sum(self.draws.values())
-
 
 def _options(known: _Source, noise: ExportNoise | None, draws: int | None, codebook: ExportCodebook | None) -> _Options:
     if noise is not None and noise not in NOISES:
@@ -237,7 +233,7 @@ def _about(known: _Source, to: ExportFormat, options: _Options) -> dict[str, Any
         "peers": list(known.posteriors),
         "posteriors": [posterior.kind for posterior in known.posteriors.values()],
         "task": "text-classification" if known.tokens else "image-classification",
-        "input": _input_name(known),
+        "input": "tokens" if known.tokens else "images",
         "input_shape": list(known.shape),
         "preprocessing": texts if known.tokens else images,
         "normalization": None if known.tokens else _normalization(first),
@@ -248,7 +244,7 @@ def _about(known: _Source, to: ExportFormat, options: _Options) -> dict[str, Any
         "noise": options.noise,
         "draws": options.draws,
         "noise_size": first.noise_size if options.noise == "input" else None,
-        "passes": options.passes,
+        "passes": sum(options.draws.values()),
         "codebook": options.codebook if any(p.made_of_posterior for p in known.posteriors.values()) else None,
         "certificate": known.certificate,
     }
@@ -261,10 +257,6 @@ def _normalization(posterior: Posterior) -> dict[str, list[float]] | None:
         if stats is None and isinstance(module, Normalize):
             stats = tuple(module.mean.flatten().tolist()), tuple(module.std.flatten().tolist())
     return None if stats is None else {"mean": list(stats[0]), "std": list(stats[1])}
-
-
-def _input_name(known: _Source) -> str:
-    return "tokens" if known.tokens else "images"
 
 
 def _classes(known: _Source) -> int:
@@ -281,7 +273,7 @@ def _write(path: Path, known: _Source, options: _Options, about: Mapping[str, An
     """Write the program; return how far its outputs are from peerbayes's own, or refuse it."""
     # First peerbayes itself, which says what a network can't take, and finds out whether it can take views.
     wanted = {batch: _wanted(known, options, batch) for batch in checking.SIZES}
-    classes, name = about["classes"], _input_name(known)
+    classes, name = about["classes"], about["input"]
     parts = [
         part_of(posterior, classes, options.noise, options.draws[peer], options.codebook)
         for peer, posterior in known.posteriors.items()

@@ -190,7 +190,7 @@ def make_app(served: Served, limits: Limits | None = None, hosts: Sequence[str] 
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return JSONResponse(error.content, error.status, error.headers)
+        return JSONResponse({"detail": error.detail}, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> JSONResponse:
