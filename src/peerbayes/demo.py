@@ -71,7 +71,7 @@ def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     reporter.headline(f"{len(seeds)} seeds of 9 networks on {TRAIN} digits, a core a seed")
     # The networks are far too small to keep several cores busy, so the seeds go side by side, one core each.
     workers = min(os.cpu_count() or 1, len(seeds))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, initargs=(1,)) as pool:
         futures = {pool.submit(_work, out, seed): seed for seed in seeds}
         for future in as_completed(futures):
             done[futures[future]] = future.result()
@@ -83,10 +83,6 @@ def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     first = [table(records), differences(records)]
     write_page(out / "report.html", evaluations, heading, summaries=first, findings=findings(records))
     return records
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:

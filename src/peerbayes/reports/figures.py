@@ -63,10 +63,7 @@ def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
         width: in inches.
         height: in inches.
     """
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    figure, ((axes,),) = panels(1, 1, width, height)
     return figure, axes
 
 
@@ -82,9 +79,13 @@ def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> 
     figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(alpha=0.25, linewidth=0.6)
+        _open_frame(one)
     return figure, [list(row) for row in axes]
+
+
+def _open_frame(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
 
 
 def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
@@ -107,16 +108,14 @@ def scale_by_logarithm(axes: Any) -> None:
 
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
-    figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
+    figure, (row,) = panels(1, 2, 4.8, 3.8)
     names = list(dict.fromkeys(n for line in metrics for p in line["peers"].values() for n in p["terms"]))
-    for place, (key, name) in enumerate((("terms", "value of the term"), ("gradient_share", "share of the gradient"))):
-        axes = figure.add_subplot(1, 2, place + 1)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+    shown = {"terms": "value of the term", "gradient_share": "share of the gradient"}
+    for axes, (key, name) in zip(row, shown.items(), strict=True):
         for number, term in enumerate(names):
             points = [
-                (place + 1, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
-                for place, line in enumerate(metrics)
+                (epoch, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
+                for epoch, line in enumerate(metrics, start=1)
                 if any(term in p.get(key, {}) for p in line["peers"].values())
             ]
             if points:  # shares may not have been measured
@@ -209,8 +208,7 @@ def bench_figure(record: Mapping[str, Any]) -> Figure:
     figure.suptitle(about, fontsize=9)
     for place, draw in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+        _open_frame(axes)
         draw(axes)
     return figure
 
