@@ -224,12 +224,11 @@ def load(
         loaded = loaded if stats is None else _normalised_by(stats, loaded)
     if not named:
         return replace(loaded, name=str(name))
-    options = {"validation": validation, "size": size, "stats": stats}
-    if isinstance(options["validation"], str) and not loaded.halved:
-        cut = loaded.validation is not None and source.validation is None
-        options["validation"] = len(loaded.validation) if cut and loaded.validation is not None else 0
-    written = None if text is None else {"text": asdict(text)}
-    return replace(loaded, origin={"name": _full(given, root), **options, **(written or {})})
+    if isinstance(validation, str) and not loaded.halved:
+        cut = loaded.validation if source.validation is None else None
+        validation = 0 if cut is None else len(cut)
+    origin = {"name": _full(given, root), "validation": validation, "size": size, "stats": stats}
+    return replace(loaded, origin=origin if text is None else origin | {"text": asdict(text)})
 
 
 def _normalised_by(stats: Any, loaded: Dataset) -> Dataset:

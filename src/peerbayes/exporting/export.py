@@ -121,7 +121,9 @@ def export(
     with _made(folder) as aside:
         about: dict[str, Any] = _about(known, to, options)
         error, size = None, 0
-        _write_weights(aside, known)  # which rounds shared weights, where that was not done yet
+        for name, posterior in known.posteriors.items():  # which rounds shared weights, where that was not done yet
+            alone = len(known.posteriors) == 1
+            posterior.save(aside / (WEIGHTS if alone else f"weights-{name}.safetensors"), anchors=False)
         if to != "hub":
             if to == "onnx":
                 about["opset"] = opset
@@ -129,7 +131,10 @@ def export(
             error = _write(path, known, options, about)
             size = path.stat().st_size
             about |= {"error": error, "bytes": size, "file": FILES[to]}
-        _write_repository(aside, known, about)
+        if known.run is not None:
+            write_run(aside, known.run, list(known.posteriors))
+        storage.write_bytes(aside / CONFIG, config_of(about, known.run).encode())
+        storage.write_bytes(aside / "README.md", model_card(aside, about, known.run).encode())
     return Exported(folder, folder / FILES[to] if to != "hub" else None, about, error, size)
 
 
@@ -363,16 +368,3 @@ def _made(folder: Path) -> Iterator[Path]:
         storage.sync_folder(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _write_weights(aside: Path, known: _Source) -> None:
-    for name, posterior in known.posteriors.items():
-        path = aside / (WEIGHTS if len(known.posteriors) == 1 else f"weights-{name}.safetensors")
-        posterior.save(path, anchors=False)
-
-
-def _write_repository(aside: Path, known: _Source, about: Mapping[str, Any]) -> None:
-    if known.run is not None:
-        write_run(aside, known.run, list(known.posteriors))
-    storage.write_bytes(aside / CONFIG, config_of(about, known.run).encode())
-    storage.write_bytes(aside / "README.md", model_card(aside, about, known.run).encode())

@@ -177,7 +177,7 @@ def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
     key = io.StringIO()
     csv.writer(key, delimiter=".", lineterminator="").writerow(path)
     bare = _told(after) if isinstance(after, str) else ""
-    yield f"{key.getvalue()}={bare if bare and _value(bare) == bare else _toml(after)}"
+    yield f"{key.getvalue()}={bare if bare and read_value(bare) == bare else _toml(after)}"
 
 
 def without_folders(recipe: Recipe) -> Recipe:
@@ -315,7 +315,7 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
     if parts[0] not in Recipe.model_fields and (meant := _meant(parts, table)):
         raise InputError(f"{origin}: --set {override}: there is no key '{path}'{meant}")
-    _put(table, parts, _value(text), f"{origin}: --set {override}")
+    _put(table, parts, read_value(text), f"{origin}: --set {override}")
 
 
 def _meant(parts: Sequence[str], table: Mapping[str, Any]) -> str:
@@ -346,11 +346,12 @@ def _paths(above: tuple[str, ...], node: Any) -> Iterator[tuple[str, ...]]:
             yield from _paths((*above, key), value)
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """Return the value that a text is in TOML; a bare word is a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string
+        return text
     return table["value"] if len(table) == 1 else text
 
 

@@ -77,11 +77,6 @@ def _sortable(entry: os.DirEntry[str]) -> str:
     return entry.name if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") else ""
 
 
-def image_files(folder: Path) -> list[str]:
-    """Return every image below ``folder``, sorted; hidden files and other extensions are passed over."""
-    return list(walk_images(folder))
-
-
 def class_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders, sorted; a class is numbered by its place."""
     children = _folders(folder)
@@ -137,11 +132,11 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
     for name in present:
         if name not in numbers:
             raise InputError(f"{folder / name}: class '{name}' is not in the training split")
-        found = image_files(folder / name)
-        if not found:
+        of_class = list(walk_images(folder / name))
+        if not of_class:
             raise InputError(f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)})")
-        files += found
-        labels += [numbers[name]] * len(found)
+        files += of_class
+        labels += [numbers[name]] * len(of_class)
     absent = sorted(set(classes).difference(present))
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -215,7 +210,7 @@ def count_images(folder: Path) -> int:
 def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
     count_images(folder)
-    files = image_files(folder)
+    files = list(walk_images(folder))
     return FolderSplit(files, None, natural_size(files))
 
 
