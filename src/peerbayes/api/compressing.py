@@ -58,18 +58,18 @@ def compress(
     _check_given(source)
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
     folder = None if run is None else Path(run)
-    own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
-    if own is not None:
-        known = source if isinstance(source, Run) else run_of(own)
+    posterior = _custom_peer(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
+    if posterior is not None:
+        source_run = source if isinstance(source, Run) else run_of(posterior)
         if isinstance(source, Run) and folder is None:
             folder = _with_end(source.folder, "-shared")
         folder = folder or default_folder(str(into), seed)
-        job = _compression_of_object(own, known, into, first, changes, folder, seed, data, how.get("root"))
+        job = _compression_of_object(posterior, source_run, into, first, changes, folder, seed, data, how.get("root"))
     elif data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     else:
-        place = source.named if isinstance(source, Run) else Path(str(source))
-        job = compression(place, into, first, changes, folder, seed)
+        path = source.named if isinstance(source, Run) else Path(str(source))
+        job = compression(path, into, first, changes, folder, seed)
     (done,) = execute(resolve([job]), RunOptions(**how), resume=resume, reporter=reporter)
     return done[job.recipe.peers[0].name]
 
@@ -112,7 +112,7 @@ def compression(
 
 def _compression_of_object(
     posterior: Posterior,
-    known: Run | None,
+    run: Run | None,
     into: str | Path,
     first: str | Path,
     changes: Sequence[str],
@@ -123,11 +123,11 @@ def _compression_of_object(
 ) -> Job:
     """Return the job that compresses a posterior, of a run if that is known, whose network no recipe could build."""
     last, scales = load_recipe(into), load_recipe(first)
-    if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
-        last, scales = (recipe.model_copy(update={"data": known.recipe.data}) for recipe in (last, scales))
-        data = known.given_data()
+    if run is not None and data is None:  # on the data that it has learnt, as it has learnt it
+        last, scales = (recipe.model_copy(update={"data": run.recipe.data}) for recipe in (last, scales))
+        data = run.given_data()
         if data is None:
-            data = known.recipe.data.name if known.vocabulary is None else known.data(root)
+            data = run.recipe.data.name if run.vocabulary is None else run.data(root)
     if data is None:
         raise InputError("`data` is required: the posterior was not loaded from a run; name the data, or give a run")
     last = load_recipe(last, changes)
@@ -163,10 +163,10 @@ def _with_end(folder: Path, end: str) -> Path:
     return folder.with_name(f"{folder.name}{end}")
 
 
-def _of_ones_own(run: Run) -> Posterior | None:
+def _custom_peer(run: Run) -> Posterior | None:
     """Return the only peer that predicts, where its network came from Python and no recipe could build it again."""
-    (name, *others) = run.predicting
-    if others or run.recipe.peer(name).network != CUSTOM:
+    (name, *more) = run.predicting
+    if more or run.recipe.peer(name).network != CUSTOM:
         return None
     _check_given(run[name])
     return run[name]
@@ -201,8 +201,8 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
         "network": run.recipe.peer(name).network,
         "start_from": str((start or source).resolve()),
     }
-    for one in changes:
-        change(table, one, f"recipe {recipe}")
+    for line in changes:
+        change(table, line, f"recipe {recipe}")
     return Recipe.parse(table, f"recipe {recipe}")
 
 

@@ -91,15 +91,15 @@ def forked_noise(posterior: Posterior, seed: int, draws: int) -> Tensor:
     )
 
 
-def error_of(found: Sequence[Tensor], wanted: Prediction) -> float:
+def error_of(outputs: Sequence[Tensor], wanted: Prediction) -> float:
     """Return the largest difference of outputs from a prediction; infinity where one is not a number.
 
     Args:
-        found: probabilities, entropy and disagreement.
+        outputs: probabilities, entropy and disagreement.
         wanted: what they should be.
     """
-    pairs = zip(found, (wanted.probabilities, wanted.entropy, wanted.disagreement), strict=True)
-    errors = [float((one - other).abs().max()) if one.shape == other.shape else torch.inf for one, other in pairs]
+    pairs = zip(outputs, (wanted.probabilities, wanted.entropy, wanted.disagreement), strict=True)
+    errors = [float((value - other).abs().max()) if value.shape == other.shape else torch.inf for value, other in pairs]
     return max(torch.inf if error != error else error for error in errors)
 
 

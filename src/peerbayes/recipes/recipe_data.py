@@ -69,10 +69,10 @@ def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
     asked = loaded.stats is not None
     inputs = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
-    known = loaded.vocabulary
-    if known is None:
+    vocabulary = loaded.vocabulary
+    if vocabulary is None:
         return inputs
-    return replace(inputs, tokens=known.size, dimension=known.dimension, padding=known.padding)
+    return replace(inputs, tokens=vocabulary.size, dimension=vocabulary.dimension, padding=vocabulary.padding)
 
 
 def refuse_other_words(folder: Path, loaded: Dataset) -> None:

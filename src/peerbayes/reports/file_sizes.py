@@ -70,16 +70,16 @@ def sizes(
     path = Path(path).expanduser()
     where = [path] if path.suffix == ".safetensors" else find_runs(path)
     complaints: list[InputError] = []
-    for one in where:
+    for source in where:
         try:
             with trusting(trust):
-                run, names = peers_at(one)
+                run, names = peers_at(source)
                 judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
-                found = [_account(run, name, judge) for name in names]
+                accounts = [_account(run, name, judge) for name in names]
         except InputError as error:
             complaints.append(error)
             continue
-        yield from found
+        yield from accounts
     if len(complaints) == len(where):
         raise complaints[0]
     for complaint in complaints:
@@ -107,8 +107,8 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
             same, record["same_posterior"] = source[1], str(source[0])
     rows = []
     # Forms are made where they are evaluated.
-    others = forms(same if judge is None else same.to(judge.device))
-    for form in chain([Form("this file", record["bytes"], posterior)], others):
+    rounded = forms(same if judge is None else same.to(judge.device))
+    for form in chain([Form("this file", record["bytes"], posterior)], rounded):
         figures = judge.figures(form.posterior, name) if judge is not None else {}
         rows.append({"name": form.name, "bytes": form.bytes, **figures})
     whole = rows[1]["bytes"]
@@ -118,10 +118,10 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
 def _parts(file: Path) -> dict[str, int]:
     """Return the bytes of a file by part; together they are all of it."""
     header, tensors = storage.bytes_of(file)
-    found = dict.fromkeys([*PARTS.values(), OTHER], 0)
+    sizes = dict.fromkeys([*PARTS.values(), OTHER], 0)
     for tensor, size in tensors.items():
-        found[next((part for start, part in PARTS.items() if tensor.startswith(start)), OTHER)] += size
-    return {part: size for part, size in found.items() if size or part == OTHER} | {"header": header}
+        sizes[next((part for start, part in PARTS.items() if tensor.startswith(start)), OTHER)] += size
+    return {part: size for part, size in sizes.items() if size or part == OTHER} | {"header": header}
 
 
 def paper_count(outliers: int, blended: int, components: int) -> int:
@@ -140,11 +140,11 @@ def _source(run: Run, name: str, posterior: Posterior) -> tuple[Path, Posterior]
     path = source_weights(run, name)
     if path is None:
         return None
-    found = Posterior.load(path, posterior.materialise())
-    if not run.began_with(name, found):
+    origin = Posterior.load(path, posterior.materialise())
+    if not run.began_with(name, origin):
         warnings.warn(f"{path}: holds other weights than {run.folder} was made of", PeerbayesWarning, stacklevel=2)
         return None
-    return (path, found) if found.shareable else None
+    return (path, origin) if origin.shareable else None
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class _Judge:
     def figures(self, posterior: Posterior, name: str) -> Record:
         """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
         options = self.run.recipe.evaluation
-        found = self.run.predict_split(name, self.data.test, options.draws, self.device, posterior=posterior)
-        return basic_figures(*found[:2], options.ece_bins)
+        predicted = self.run.predict_split(name, self.data.test, options.draws, self.device, posterior=posterior)
+        return basic_figures(*predicted[:2], options.ece_bins)
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

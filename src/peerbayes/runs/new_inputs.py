@@ -244,7 +244,7 @@ def _in_table(path: Path) -> Iterator[str]:
     header = [cell.strip().lower().replace("_", " ") for cell in first[1]]
     column = next((header.index(name) for name in PATHS if name in header), None)
     if column is None:
-        there = [place for place, cell in enumerate(first[1]) if (path.parent / cell.strip()).is_file()]
+        there = [index for index, cell in enumerate(first[1]) if (path.parent / cell.strip()).is_file()]
         if not there:
             raise InputError(f"{path}, row 1: expected a column {', '.join(map(repr, PATHS))}, or the name of a file")
         column, rows = there[0], itertools.chain([first], rows)

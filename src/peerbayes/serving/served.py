@@ -95,9 +95,9 @@ class Served:
 
     def predict(self, inputs: Tensor) -> Prediction:
         """Return what `Run.predict` says of inputs (N, ...), with all that is promised of it."""
-        found, promised = self.certificate, {}
-        for name in ("coverage", "risk") if found is not None else ():
-            promise = getattr(found, name)
+        certificate, promised = self.certificate, {}
+        for name in ("coverage", "risk") if certificate is not None else ():
+            promise = getattr(certificate, name)
             promised[name] = None if promise is None else promise.level
         how: dict[str, Any] = {**promised, "draws": self.draws, "device": self.device}
         return Prediction.joined(list(self.run.predict_batches(inputs, self.peer, **how)))
@@ -106,8 +106,8 @@ class Served:
     def draws_each(self) -> int:
         """How many draws of each peer an answer is the average of."""
         certificate = self.certificate
-        known = self.run.recipe.evaluation.draws if certificate is None else certificate.draws
-        return known if self.draws is None else self.draws
+        usual = self.run.recipe.evaluation.draws if certificate is None else certificate.draws
+        return usual if self.draws is None else self.draws
 
     @property
     def passes(self) -> int:
@@ -166,5 +166,5 @@ class Served:
             keys = {name: key for name, key in SHOWN.items() if same or not name.startswith("calibrated")}
             return {name: float(part[key]) for name, key in keys.items() if part.get(key) is not None}
         except (KeyError, TypeError, ValueError) as error:
-            told = f"not a record of an evaluation ({type(error).__name__}: {error})"
-            raise InputError(f"{path}: {told}; `peerbayes evaluate {self.run.folder}` writes it") from None
+            message = f"not a record of an evaluation ({type(error).__name__}: {error})"
+            raise InputError(f"{path}: {message}; `peerbayes evaluate {self.run.folder}` writes it") from None

@@ -94,27 +94,27 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 def _refuse_one_level_up(folder: Path, only: Path) -> None:
     """Refuse a folder whose only sub-folder holds those of classes or splits."""
-    place = only
-    while len(below := _folders(place)) == 1:
-        place = below[0]
+    inner = only
+    while len(below := _folders(inner)) == 1:
+        inner = below[0]
     if below:
         some = ", ".join(f"'{child.name}'" for child in below[:3]) + (", ..." if len(below) > 3 else "")
         raise InputError(f"{folder}: expected one sub-folder a class, found '{only.name}' alone; if {some} in it are "
-                         f"the classes or splits, give {place}")  # fmt: skip
+                         f"the classes or splits, give {inner}")  # fmt: skip
 
 
 def _warn_of_splits_below(folder: Path, classes: Sequence[Path]) -> None:
     """Tell that every class folder holds folders that are called as splits are: their images are mixed."""
 
-    def splits(place: Path) -> set[str]:
-        return {child.name for child in _folders(place) if split_called(child.name)}
+    def splits(class_folder: Path) -> set[str]:
+        return {child.name for child in _folders(class_folder) if split_called(child.name)}
 
     shared = splits(classes[0])
-    if len(shared) > 1 and all(splits(place) == shared for place in classes[1:]):
-        one, two = sorted(shared)[:2]
-        told = (f"{folder}: every class folder holds '{one}' and '{two}', whose images are mixed; expected "
-                f"'{one}' and '{two}' at the top, with the class folders in each")  # fmt: skip
-        warnings.warn(told, PeerbayesWarning, stacklevel=2)
+    if len(shared) > 1 and all(splits(class_folder) == shared for class_folder in classes[1:]):
+        first, second = sorted(shared)[:2]
+        message = (f"{folder}: every class folder holds '{first}' and '{second}', whose images are mixed; expected "
+                   f"'{first}' and '{second}' at the top, with the class folders in each")  # fmt: skip
+        warnings.warn(message, PeerbayesWarning, stacklevel=2)
 
 
 def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) -> FolderSplit:
@@ -240,11 +240,11 @@ def read_folder(path: Path, want_train: bool) -> Source:
     classes = class_names(train)
     split = read_classes(train, classes)
     read = read_annotated if tiny else read_classes
-    others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    held_out = [read(folder, classes, split.size) for folder in (test, val) if folder is not None]
     return Source(
         split,
-        others[0] if others else None,
-        others[1] if len(others) > 1 else None,
+        held_out[0] if held_out else None,
+        held_out[1] if len(held_out) > 1 else None,
         classes=len(classes),
         class_names=classes,
         stand_in=val.name if val is not None and test is None else None,

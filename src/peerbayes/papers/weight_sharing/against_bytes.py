@@ -71,7 +71,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         device: where to predict.
         root: the data root.
     """
-    runs = open_runs(folders, own=False)
+    runs = open_runs(folders, custom=False)
     records = {run.folder: _record(run, device, root) for run in runs}
 
     def figure(key: str, run: Run) -> float:
@@ -87,8 +87,8 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     series = []
     for (network, dataset), groups in experiments.items():
         shared = [group for group in groups if _codebook(group) is not None]
-        others = [group for group in groups if _codebook(group) is None]
-        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in others]
+        unshared = [group for group in groups if _codebook(group) is None]
+        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in unshared]
         lines = _lines(shared, point)
         series.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
     return {"split": "test", "experiments": series}
