@@ -26,6 +26,7 @@ from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
+from peerbayes.runs.new_inputs import as_one
 from peerbayes.runs.run import CONFIG, WEIGHTS, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
@@ -326,7 +327,7 @@ def _wanted(model: _Source, options: _Options, batch: int) -> list[tuple[dict[st
             checking.expected_of(posterior, inputs, iter([posterior.place(None)[0].detach()]), 1.0)
             for posterior in model.posteriors.values()
         ]
-        return [({}, checking.as_one(wanted, model.temperature))]
+        return [({}, as_one(wanted).tempered(model.temperature))]
     return [({}, checking.expected(model.posteriors, inputs, counts, model.temperature))]
 
 

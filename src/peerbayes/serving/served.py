@@ -115,12 +115,6 @@ class Served:
         return sum(self.draws_each if self.run[name].stochastic else 1 for name in self.names)
 
     @property
-    def class_names(self) -> list[str]:
-        """The names of the classes, or their numbers."""
-        count = self.run.network_inputs().classes
-        return list(self.run.about.get("class_names") or map(str, range(count)))
-
-    @property
     def temperature(self) -> float:
         """What logits are divided by."""
         return self.run.temperature if self.peer is None else self.run[self.peer].temperature
@@ -131,13 +125,13 @@ class Served:
         Args:
             limits: of the server.
         """
-        recipe, certificate = without_folders(self.run.recipe), self.certificate
+        recipe, certificate, inputs = without_folders(self.run.recipe), self.certificate, self.run.network_inputs()
         peers = [peer for peer in recipe.peers if peer.name in self.names]
         return {
             "name": self.run.folder.resolve().name,
             "takes": "texts" if self.texts else "images",
-            "shape": list(self.run.network_inputs().shape),
-            "classes": self.class_names,
+            "shape": list(inputs.shape),
+            "classes": list(self.run.about.get("class_names") or map(str, range(inputs.classes))),
             "networks": {peer.name: peer.network for peer in peers},
             "posteriors": {peer.name: peer.posterior.kind for peer in peers},
             "recipe": {"name": recipe.name, "title": recipe.title},

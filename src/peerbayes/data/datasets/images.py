@@ -21,6 +21,7 @@ from peerbayes.errors import InputError
 from peerbayes.math import noise
 from peerbayes.networks.normalisation import IMAGENET_STATS
 
+DIGITS = tuple("0123456789")
 CIFAR10_STATS: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
@@ -38,9 +39,7 @@ def _digits(root: Path, want_train: bool) -> Source:  # noqa: ARG001 (one signat
     whole = ArraySplit(images, torch.from_numpy(data.target)).select(shuffled)
     assert whole.labels is not None
     kept, held = held_out(whole.labels, 500, "test")
-    return Source(
-        whole.select(kept), whole.select(held), classes=10, class_names=tuple(str(digit) for digit in range(10))
-    )
+    return Source(whole.select(kept), whole.select(held), classes=10, class_names=DIGITS)
 
 
 @source("photographs")
@@ -156,8 +155,7 @@ def _svhn(root: Path, want_train: bool) -> Source:
         labels = formats.label_tensor(arrays["y"], f"{path}: y", len(images), 11)
         return ArraySplit(images, labels % 10)  # the files write the digit 0 as 10
 
-    digits = tuple(str(digit) for digit in range(10))
-    return Source(split("train") if want_train else None, split("test"), classes=10, class_names=digits)
+    return Source(split("train") if want_train else None, split("test"), classes=10, class_names=DIGITS)
 
 
 def _idx(root: Path, want_train: bool, candidates: Sequence[str], class_names: tuple[str, ...]) -> Source:
@@ -178,7 +176,7 @@ def _idx(root: Path, want_train: bool, candidates: Sequence[str], class_names: t
 
 @source("mnist")
 def _mnist(root: Path, want_train: bool) -> Source:
-    return _idx(root, want_train, ("mnist", "MNIST/raw"), tuple(str(digit) for digit in range(10)))
+    return _idx(root, want_train, ("mnist", "MNIST/raw"), DIGITS)
 
 
 @source("fashion-mnist")
@@ -191,15 +189,13 @@ def _fashion_mnist(root: Path, want_train: bool) -> Source:
 @source("imagenet")
 def _imagenet(root: Path, want_train: bool) -> Source:
     archives = "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (as train/<class>/ and val/<class>/)"
-    loaded = read_folder(find(root, ("imagenet", "ILSVRC2012"), archives), want_train)
-    return replace(_resized(loaded, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(read_folder(find(root, ("imagenet", "ILSVRC2012"), archives), want_train))
 
 
 @source("tiny-imagenet")
 def _tiny_imagenet(root: Path, want_train: bool) -> Source:
     candidates = ("tiny-imagenet-200", "tiny-imagenet")
-    loaded = read_folder(find(root, candidates, "tiny-imagenet-200.zip"), want_train)
-    return replace(_resized(loaded, 64, 1.0), stats=IMAGENET_STATS)
+    return _as_imagenet(read_folder(find(root, candidates, "tiny-imagenet-200.zip"), want_train), 64, 1.0)
 
 
 @source("dtd")
@@ -217,7 +213,7 @@ def _dtd(root: Path, want_train: bool) -> Source:
         classes=len(classes),
         class_names=classes,
     )
-    return replace(_resized(loaded, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(loaded)
 
 
 @source("flowers102")
@@ -242,10 +238,12 @@ def _flowers102(root: Path, want_train: bool) -> Source:
         split("valid") if want_train else None,
         classes=102,
     )
-    return replace(_resized(loaded, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(loaded)
 
 
-def _resized(loaded: Source, size: int, margin: float) -> Source:
+def _as_imagenet(loaded: Source, size: int = 224, margin: float = 256 / 224) -> Source:
+    """Return images of one size, cut out of their centres and normalised as ImageNet's are."""
+
     def resized(split: Stored | None) -> Stored | None:
         return replace(split, size=size, margin=margin) if isinstance(split, FolderSplit) else split
 
@@ -254,4 +252,5 @@ def _resized(loaded: Source, size: int, margin: float) -> Source:
         train=resized(loaded.train),
         test=resized(loaded.test),
         validation=resized(loaded.validation),
+        stats=IMAGENET_STATS,
     )

@@ -468,14 +468,10 @@ def _without_labels(labels: Any) -> bool:
     return bool(len(labels)) and all(isinstance(label, int) and label == -1 for label in labels)
 
 
-def _is_text(label: Any) -> bool:
-    return isinstance(label, str)
-
-
 def _names_among(part: _Part) -> tuple[str, ...] | None:
     """Return the sorted names among labels, by value where all are numbers; None where no label is a text."""
     labels = list(_plain(part))
-    return in_order({_name(label) for label in labels}) if any(map(_is_text, labels)) else None
+    return in_order({_name(label) for label in labels}) if any(isinstance(label, str) for label in labels) else None
 
 
 def _name(label: str | int) -> str:
@@ -509,7 +505,7 @@ def _labelled(part: _Part, names: tuple[str, ...] | None, classes: int | None) -
     if len(part.labels) != count:
         raise InputError(f"{part.where}_labels: {len(part.labels)} labels for {count} {_items(part)}s")
     labels = list(_plain(part))
-    if any(map(_is_text, labels)):
+    if any(isinstance(label, str) for label in labels):
         indices = {name: index for index, name in enumerate(names or ())}
         labels = [label if str(label) in indices else _name(label) for label in labels]
         for number, label in enumerate(labels):
