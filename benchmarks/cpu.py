@@ -226,13 +226,13 @@ def race(workers: dict[str, Worker], task: str, rounds: int, repeats: int) -> di
     """Time every library once a round, starting each round with another one. Returns milliseconds by name and round."""
     for worker in workers.values():
         worker.milliseconds(task, 5)  # warm-up
-    found: dict[str, list[float]] = {name: [] for name in workers}
+    times: dict[str, list[float]] = {name: [] for name in workers}
     names = list(workers)
     for number in range(rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            found[name].append(workers[name].milliseconds(task, repeats))
-    return found
+            times[name].append(workers[name].milliseconds(task, repeats))
+    return times
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
             low, middle, high = statistics.quantiles(by_round, n=4, method="inclusive")
             ratios[name] = {"median": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
     return {
-        "milliseconds": {name: round(statistics.median(found), 3) for name, found in times.items()},
+        "milliseconds": {name: round(statistics.median(values), 3) for name, values in times.items()},
         "ratios": ratios,
         # The larger ratio is the one to the faster library.
         "ratio_to_faster": max(ratio["median"] for ratio in ratios.values()),
@@ -324,14 +324,14 @@ def _tensor_peak(work: Callable[[], None]) -> float:
 
 def measure_memory(batch: int, processes: int, threads: int) -> dict[str, Any]:
     """Return peaks in MiB, and ours over the smaller of the others. Resident: the median over fresh processes."""
-    found: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
     for kind, count in (("resident", processes), ("tensors", 1)):
         runs = {name: [memory_of(name, kind, batch, threads) for _ in range(count)] for name in LIBRARIES}
         by_name = {name: round(statistics.median(values), 2) for name, values in runs.items()}
         smaller = min(by_name[name] for name in LIBRARIES if name != OURS)
-        found[f"{kind}_mib"] = by_name
-        found[f"{kind}_ratio_to_smaller"] = round(by_name[OURS] / smaller, 4)
-    return found
+        peaks[f"{kind}_mib"] = by_name
+        peaks[f"{kind}_ratio_to_smaller"] = round(by_name[OURS] / smaller, 4)
+    return peaks
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -370,15 +370,15 @@ def table(results: dict[str, Any]) -> str:
     """Return the figures as text."""
     head = ["", *LIBRARIES, "ours / faster", "quartiles", "goal"]
     rows = []
-    for batch, found in results["batches"].items():
+    for batch, figures in results["batches"].items():
         for what in ("training", "prediction"):
-            part = found[what]
+            part = figures[what]
             closest = max(part["ratios"].values(), key=lambda ratio: ratio["median"])
             times = [f"{part['milliseconds'][name]:.1f} ms" for name in LIBRARIES]
             spread = "{:.3f} to {:.3f}".format(*closest["quartiles"])
             rows.append([f"{what}, batch {batch}", *times, f"{closest['median']:.3f}", spread, f"≤ {GOALS[what]}"])
         for kind in ("resident", "tensors"):
-            part = found["memory"]
+            part = figures["memory"]
             sizes = [f"{part[f'{kind}_mib'][name]:.1f} MiB" for name in LIBRARIES]
             ratio = f"{part[f'{kind}_ratio_to_smaller']:.3f}"
             rows.append([f"peak {kind}, batch {batch}", *sizes, ratio, "", f"≤ {GOALS['memory']}"])
@@ -417,9 +417,9 @@ def main() -> None:
     results = about(arguments) | {"batches": {}}
     for batch in arguments.batch:
         print(f"batch {batch}: time, then memory ...", file=sys.stderr, flush=True)
-        found = measure_time(batch, arguments)
-        found["memory"] = measure_memory(batch, 1 if arguments.quick else 3, arguments.threads)
-        results["batches"][str(batch)] = found
+        figures = measure_time(batch, arguments)
+        figures["memory"] = measure_memory(batch, 1 if arguments.quick else 3, arguments.threads)
+        results["batches"][str(batch)] = figures
     print(table(results))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")

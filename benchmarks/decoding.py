@@ -91,7 +91,7 @@ def ways(files: list[str], pool: ThreadPoolExecutor) -> tuple[dict[str, Way], st
 
         return run
 
-    found: dict[str, Way] = {
+    named: dict[str, Way] = {
         "centre": lambda _: split.batch(index, CPU),
         "crops": lambda number: split.crops(index, CPU, here.at(number)),
         "pillow": mapped(by_pillow),
@@ -101,9 +101,9 @@ def ways(files: list[str], pool: ThreadPoolExecutor) -> tuple[dict[str, Way], st
     try:
         by_torchvision(files[0], box_numbers(here, 1, CPU)[0].tolist())
     except Exception as error:  # not installed, or built for another torch
-        del found["torchvision"]
-        return found, str(error)
-    return found, None
+        del named["torchvision"]
+        return named, str(error)
+    return named, None
 
 
 def main() -> None:
@@ -118,11 +118,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(splits, "_pool", return_value=pool):
         files = write_files(Path(folder), given.files)
         size = sum(Path(file).stat().st_size for file in files) / len(files)
-        found, failed = ways(files, pool)
-        rates: dict[str, list[float]] = {name: [] for name in found}
-        work: dict[str, list[float]] = {name: [] for name in found}
+        named, failed = ways(files, pool)
+        rates: dict[str, list[float]] = {name: [] for name in named}
+        work: dict[str, list[float]] = {name: [] for name in named}
         for number in range(-1, given.rounds):  # the first one warms up
-            for name, way in found.items():
+            for name, way in named.items():
                 started, used = time.perf_counter(), time.process_time()
                 way(number + 1)
                 if number >= 0:

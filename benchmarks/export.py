@@ -79,10 +79,10 @@ def posterior_of(kind: str, network: nn.Module) -> pb.Posterior:
     """Return a posterior over a network."""
     if kind == "point":
         return pb.Point(network).eval()
-    found = pb.MeanField(network).eval()
+    field = pb.MeanField(network).eval()
     if kind == "mean_field":
-        return found
-    book, _ = share(found, Sharing(), gradient=None)
+        return field
+    book, _ = share(field, Sharing(), gradient=None)
     return pb.Shared(network, book).eval()
 
 
@@ -121,16 +121,16 @@ def measured(name: str, kind: str, noise: str, draws: int, rounds: int) -> dict[
     for batch in BATCHES:
         given = inputs_like(inputs.shape, inputs.tokens, batch)
         feeds = {done.about["input"]: given.numpy()}
-        if "seed" in {one.name for one in session.get_inputs()}:
+        if "seed" in {put.name for put in session.get_inputs()}:
             feeds |= {"seed": torch.tensor(0).numpy(), "draws": torch.tensor(draws).numpy()}
         times: list[tuple[float, float]] = []
         for number in range(rounds + 1):  # the first one warms up
             pair = [_timed(lambda: session.run(None, feeds)), _timed(lambda: plain.predict(given, draws))]  # noqa: B023
             times += [(pair[0], pair[1])] if number else []
         record["latency"][str(batch)] = {
-            "onnxruntime_ms": round(1e3 * min(one for one, _ in times), 2),
+            "onnxruntime_ms": round(1e3 * min(put for put, _ in times), 2),
             "torch_ms": round(1e3 * min(other for _, other in times), 2),
-            "ratio": round(statistics.median(one / other for one, other in times), 3),
+            "ratio": round(statistics.median(put / other for put, other in times), 3),
         }
     return record
 
@@ -183,17 +183,17 @@ def main() -> None:
             about |= environment(torch.device("cpu"))
             given.out.write_text(json.dumps(before | {"torch_export": about | {"exports": rows}}, indent=1) + "\n")
         return
-    found: dict[str, Any] = {"command": f"python benchmarks/export.py --draws {given.draws} --rounds {given.rounds}"}
-    found |= {**environment(torch.device("cpu")), "draws": given.draws, "rounds": given.rounds}
-    found["versions"] |= versions
-    found["exports"] = []
+    results: dict[str, Any] = {"command": f"python benchmarks/export.py --draws {given.draws} --rounds {given.rounds}"}
+    results |= {**environment(torch.device("cpu")), "draws": given.draws, "rounds": given.rounds}
+    results["versions"] |= versions
+    results["exports"] = []
     for name in given.names or MODELS:
         for kind, noise in forms(name):
             record = measured(name, kind, noise, given.draws, given.rounds)
-            found["exports"].append(record)
+            results["exports"].append(record)
             print(json.dumps(record), flush=True)
             if given.out is not None:  # whole at any moment
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+                given.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def measure(images: int, error: float, true: float, share: float, seeds: int) ->
         temperature = metrics.fit_temperature(log_p, labels, width=TEMPERATURE_WIDTH)
         after = float(torch.nn.functional.nll_loss(metrics.temper(test[0], temperature), test[1]))
         before, held = (
-            float(torch.nn.functional.nll_loss(one, labels)) for one in (log_p, cross_tempered(log_p, labels))
+            float(torch.nn.functional.nll_loss(values, labels)) for values in (log_p, cross_tempered(log_p, labels))
         )
         mistakes = int((log_p.argmax(1) != labels).sum())
         kept = {"never": False, "by count": mistakes >= FEWEST, "unless worse": held <= before, "always": True}

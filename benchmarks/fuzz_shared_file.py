@@ -74,10 +74,10 @@ class Specimen:
 @functools.cache  # posteriors are made over copies
 def network() -> nn.Module:
     torch.manual_seed(0)
-    found = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
-    found.register_buffer("mask", torch.tensor([True, False, True]))
-    found.register_buffer("hidden", torch.tensor([0.0, -torch.inf]))
-    return found
+    layers = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+    layers.register_buffer("mask", torch.tensor([True, False, True]))
+    layers.register_buffer("hidden", torch.tensor([0.0, -torch.inf]))
+    return layers
 
 
 def codebook(components: int, blended: int, outliers: int, seed: int, size: int = 304) -> Codebook:
@@ -99,7 +99,7 @@ def codebook(components: int, blended: int, outliers: int, seed: int, size: int 
 
 def specimens(folder: Path) -> list[Specimen]:
     """Return files of several kinds: exact and rounded, with and without anchors, blends, outliers."""
-    found = []
+    made = []
     for number, (book, options, anchors) in enumerate(
         [
             (codebook(9, 20, 30, 0), {}, True),
@@ -125,8 +125,8 @@ def specimens(folder: Path) -> list[Specimen]:
             parts = _by_layer(posterior.outlier, sizes)
             coded["means/outlier"], coded["scales/outlier"] = (1 << posterior.bits, parts), (256, parts)
             coded["scales/component"] = 256, [components] * COLUMNS
-        found.append(Specimen(path.read_bytes(), tensors, about, coded, Posterior.load(path, network())))
-    return found
+        made.append(Specimen(path.read_bytes(), tensors, about, coded, Posterior.load(path, network())))
+    return made
 
 
 # ---- damage that is not signed ---------------------------------------------------------------------------------------
@@ -145,16 +145,16 @@ def cut(given: Specimen, chance: random.Random, _all: list[Specimen]) -> bytes:
 
 def swap(given: Specimen, chance: random.Random, _all: list[Specimen]) -> bytes:
     length, data = chance.choice((1, 4, 8, 64, 200)), given.data
-    one, two = sorted(chance.randrange(len(data) - length) for _ in range(2))
-    two = max(two, one + length)
-    first, second = data[one : one + length], data[two : two + length]
-    return data[:one] + second + data[one + length : two] + first + data[two + length :]
+    begin, middle = sorted(chance.randrange(len(data) - length) for _ in range(2))
+    middle = max(middle, begin + length)
+    first, second = data[begin : begin + length], data[middle : middle + length]
+    return data[:begin] + second + data[begin + length : middle] + first + data[middle + length :]
 
 
 def graft(given: Specimen, chance: random.Random, every: list[Specimen]) -> bytes:
     """The header of one file, the rest of another."""
     other = chance.choice(every)
-    ends = [8 + int.from_bytes(one.data[:8], "little") for one in (given, other)]
+    ends = [8 + int.from_bytes(specimen.data[:8], "little") for specimen in (given, other)]
     return given.data[: ends[0]] + other.data[ends[1] :]
 
 
@@ -342,12 +342,12 @@ def scratch() -> str:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
-def equal(one: Posterior, other: Posterior) -> bool:
+def equal(mine: Posterior, other: Posterior) -> bool:
     """Tell whether two posteriors are the same to the last bit."""
-    first, second = one.state(), other.state()
+    first, second = mine.state(), other.state()
     return (
         first.keys() == second.keys()
-        and (one.options(), one.seed, one.name) == (other.options(), other.seed, other.name)
+        and (mine.options(), mine.seed, mine.name) == (other.options(), other.seed, other.name)
         and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     )
 
@@ -388,12 +388,12 @@ def outcome(data: bytes, given: Specimen, signed: bool, path: Path) -> tuple[str
     try:
         if fault := means_fault(given, path):
             return "fault", fault
-        found = Posterior.load(path, network())
-        if equal(found, given.posterior):
+        loaded = Posterior.load(path, network())
+        if equal(loaded, given.posterior):
             return SAME, ""
         if not signed:
             return "fault", "damage went unseen"
-        whole(found, path.with_name("again.safetensors"))
+        whole(loaded, path.with_name("again.safetensors"))
         return OTHER, ""
     except InputError as error:
         if fault := unclear(text := str(error), path):
@@ -451,12 +451,12 @@ def fuzz(seed: int, first: int, times: int) -> dict[str, Any]:
     """Damage and load so many files; a worker that dies is a fault, and the next one goes on behind it."""
     context = multiprocessing.get_context("spawn")
     counts, sentences, faults = Counter[tuple[str, str]](), Counter[str](), list[str]()
-    slowest, grown, place, end = 0.0, 0, first, first + times
+    slowest, grown, index, end = 0.0, 0, first, first + times
     start = time.perf_counter()
-    while place < end:
-        last, at = min(end, place + CHUNK), context.Value("q", place)
+    while index < end:
+        last, at = min(end, index + CHUNK), context.Value("q", index)
         receive, send = context.Pipe(duplex=False)
-        worker = context.Process(target=work, args=(seed, place, last, at, send))
+        worker = context.Process(target=work, args=(seed, index, last, at, send))
         worker.start()
         send.close()
         try:
@@ -467,16 +467,16 @@ def fuzz(seed: int, first: int, times: int) -> dict[str, Any]:
             kind = list(KINDS)[at.value % len(KINDS)]
             faults.append(f"number {at.value}, {kind}: the worker died with exit code {worker.exitcode}")
             counts[kind, "fault"] += 1
-            if at.value > place:
-                found = fuzz(seed, place, at.value - place)
-                counts += found["counts"]
-                faults += found["faults"]
-            place = at.value + 1
+            if at.value > index:
+                again = fuzz(seed, index, at.value - index)
+                counts += again["counts"]
+                faults += again["faults"]
+            index = at.value + 1
             continue
         worker.join()
-        counts, sentences, place = counts + some, sentences + words, last
+        counts, sentences, index = counts + some, sentences + words, last
         faults, slowest, grown = faults + bad, max(slowest, slow), max(grown, more)
-        print(f"{place - first} of {times}, {time.perf_counter() - start:.0f} s, faults {len(faults)}", file=sys.stderr)
+        print(f"{index - first} of {times}, {time.perf_counter() - start:.0f} s, faults {len(faults)}", file=sys.stderr)
     return {
         "counts": counts,
         "sentences": sentences,
@@ -487,10 +487,10 @@ def fuzz(seed: int, first: int, times: int) -> dict[str, Any]:
     }
 
 
-def record(found: dict[str, Any], seed: int, first: int, times: int) -> dict[str, Any]:
+def record(results: dict[str, Any], seed: int, first: int, times: int) -> dict[str, Any]:
     """Return what was found, for a file."""
     by_outcome, by_kind = Counter[str](), dict[str, dict[str, int]]()
-    for (kind, result), count in sorted(found["counts"].items()):
+    for (kind, result), count in sorted(results["counts"].items()):
         by_outcome[result] += count
         by_kind.setdefault(kind, {})[result] = count
     return {
@@ -502,11 +502,11 @@ def record(found: dict[str, Any], seed: int, first: int, times: int) -> dict[str
         "limits": {"memory_bytes": MEMORY, "seconds": SECONDS},
         "outcomes": dict(by_outcome),
         "by_kind": by_kind,
-        "sentences": dict(found["sentences"].most_common(40)),
-        "faults": found["faults"],
-        "seconds": found["seconds"],
-        "slowest_load_ms": round(1000 * found["slowest"], 1),
-        "most_memory_added_bytes": found["grown"],
+        "sentences": dict(results["sentences"].most_common(40)),
+        "faults": results["faults"],
+        "seconds": results["seconds"],
+        "slowest_load_ms": round(1000 * results["slowest"], 1),
+        "most_memory_added_bytes": results["grown"],
     }
 
 
@@ -517,13 +517,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first file, to repeat one")
     parser.add_argument("--out", type=Path, help="JSON file")
     given = parser.parse_args()
-    found = record(fuzz(given.seed, given.first, given.times), given.seed, given.first, given.times)
+    summary = record(fuzz(given.seed, given.first, given.times), given.seed, given.first, given.times)
     if given.out is not None:
-        storage.write_bytes(given.out, (json.dumps(found, indent=1) + "\n").encode())
-    for kind, results in found["by_kind"].items():
+        storage.write_bytes(given.out, (json.dumps(summary, indent=1) + "\n").encode())
+    for kind, results in summary["by_kind"].items():
         print(f"{kind:34} " + ", ".join(f"{count} {result}" for result, count in results.items()))
-    print(found["outcomes"], *found["faults"], sep="\n")
-    sys.exit(1 if found["faults"] else 0)
+    print(summary["outcomes"], *summary["faults"], sep="\n")
+    sys.exit(1 if summary["faults"] else 0)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def pool(run: Run, root: Path | None, device: torch.device) -> tuple[torch.Tenso
     )
     log_p, labels = [], []
     for split in splits:
-        found = [run.predict_split(name, split, draws, device) for name in run]
-        log_p.append(mean_of(torch.stack([one[0] for one in found])))
-        labels.append(found[0][1])
+        predicted = [run.predict_split(name, split, draws, device) for name in run]
+        log_p.append(mean_of(torch.stack([part[0] for part in predicted])))
+        labels.append(predicted[0][1])
     return torch.cat(log_p), torch.cat(labels)
 
 
@@ -74,67 +74,67 @@ def measured(log_p: torch.Tensor, labels: torch.Tensor, promises: Promises, coun
     rows, refused = [], 0
     for seed in range(rounds):
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
-        own, others = order[:count], order[count:]
+        calibrating, testing = order[:count], order[count:]
         try:
-            certificate = certificate_of(log_p[own], labels[own], promises, seed, 1, "pool")
+            certificate = certificate_of(log_p[calibrating], labels[calibrating], promises, seed, 1, "pool")
         except InputError:
             refused += 1
             continue
         tempered = log_p if certificate.temperature == 1 else temper(log_p, certificate.temperature)
         row = {}
         if promises.coverage is not None:
-            sets = certificate.sets(tempered[others])
-            inside = sets.gather(1, labels[others, None])[:, 0].double()
+            sets = certificate.sets(tempered[testing])
+            inside = sets.gather(1, labels[testing, None])[:, 0].double()
             row |= {"coverage": float(inside.mean()), "size": float(sets.sum(1).double().mean())}
             row["empty"] = float((~sets.any(1)).double().mean())
             if promises.by_class:
-                each = torch.bincount(labels[others], inside) / torch.bincount(labels[others])
+                each = torch.bincount(labels[testing], inside) / torch.bincount(labels[testing])
                 row |= {f"coverage of class {number}": value for number, value in enumerate(each.tolist())}
         else:
             answered, wrong = ~certificate.abstain(tempered), tempered.argmax(1) != labels
-            row["answered"] = float(answered[others].double().mean())
-            row["risk of others"] = float(wrong[others][answered[others]].double().mean())
+            row["answered"] = float(answered[testing].double().mean())
+            row["risk of others"] = float(wrong[testing][answered[testing]].double().mean())
             row["risk of all"] = float(wrong[answered].double().mean())
             if promises.by_class:
                 row["largest risk of a class"] = risk_by_class(tempered.argmax(1), answered, wrong)
         rows.append(row)
-    found: dict = {"by_class": promises.by_class, "refused": refused}
+    figures: dict = {"by_class": promises.by_class, "refused": refused}
     if promises.coverage is not None:
-        found |= {"promised coverage": promises.coverage, "method": promises.method}
+        figures |= {"promised coverage": promises.coverage, "method": promises.method}
     else:
-        found |= {"promised risk": promises.risk, "delta": promises.delta}
+        figures |= {"promised risk": promises.risk, "delta": promises.delta}
     values = {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
-    found |= {key: spread(value) for key, value in values.items()}
+    figures |= {key: spread(value) for key, value in values.items()}
     shown = count - math.ceil(FITTED * count)
     if rows and promises.coverage is not None:
         level, left = promises.coverage, len(labels) - count
-        found["histogram"] = histogram(values["coverage"], level - 0.08, min(1.0, level + 0.08))
-        place = math.ceil((shown + 1) * level)
-        law = scipy.stats.betabinom(left, place, shown + 1 - place)  # of inputs of which no two score the same
-        found["expected"] = {"mean": float(law.mean() / left), "deviation": float(law.std() / left)}
-        found["deviation"] = float(values["coverage"].std(ddof=1))
+        figures["histogram"] = histogram(values["coverage"], level - 0.08, min(1.0, level + 0.08))
+        rank = math.ceil((shown + 1) * level)
+        law = scipy.stats.betabinom(left, rank, shown + 1 - rank)  # of inputs of which no two score the same
+        figures["expected"] = {"mean": float(law.mean() / left), "deviation": float(law.std() / left)}
+        figures["deviation"] = float(values["coverage"].std(ddof=1))
         kept = [
             value
-            for key, value in found.items()
+            for key, value in figures.items()
             if key.startswith("coverage of class" if promises.by_class else "coverage")
         ]
         # A mean over rounds may lie below by chance: by 4 standard errors hardly ever.
-        found["holds"] = all(one["mean"] + 4 * one["standard_error"] >= level for one in kept)
+        figures["holds"] = all(mean["mean"] + 4 * mean["standard_error"] >= level for mean in kept)
     elif rows:
         # All inputs stand for the world: a certificate fails if more than the promised share of their answers is wrong,
         # by class if it is so for any of them.
         kind = "largest risk of a class" if promises.by_class else "risk of all"
         broken = int((values[kind] > promises.risk).sum())
-        found["histogram"] = histogram(values[kind], 0, 2 * promises.risk)
-        found["broken"] = broken / rounds
-        found["holds"] = bool(scipy.stats.binomtest(broken, rounds, promises.delta, "greater").pvalue > 1e-4)
-    return found
+        figures["histogram"] = histogram(values[kind], 0, 2 * promises.risk)
+        figures["broken"] = broken / rounds
+        figures["holds"] = bool(scipy.stats.binomtest(broken, rounds, promises.delta, "greater").pvalue > 1e-4)
+    return figures
 
 
-def told(found: dict) -> str:
+def line_of(figures: dict) -> str:
     """Return a line for people."""
-    sets = "promised coverage" in found
-    what = f"{found['method']} {found['promised coverage']}" if sets else f"risk {found['promised risk']}"
+    sets = "promised coverage" in figures
+    what = f"{figures['method']} {figures['promised coverage']}" if sets else f"risk {figures['promised risk']}"
     keys = (
         "coverage",
         "expected",
@@ -145,10 +145,10 @@ def told(found: dict) -> str:
         "risk of all",
         "largest risk of a class",
     )
-    means = {key: round(found[key]["mean"], 4) for key in keys if key in found}
-    more = " by class" * found["by_class"] + f", refused {found['refused']}"
-    broken = f", broken {found['broken']}" if "broken" in found else ""
-    return f"{what}{more}: {means}{broken} {'holds' if found.get('holds') else 'does not hold' if means else ''}"
+    means = {key: round(figures[key]["mean"], 4) for key in keys if key in figures}
+    more = " by class" * figures["by_class"] + f", refused {figures['refused']}"
+    broken = f", broken {figures['broken']}" if "broken" in figures else ""
+    return f"{what}{more}: {means}{broken} {'holds' if figures.get('holds') else 'does not hold' if means else ''}"
 
 
 def main(argv: list[str]) -> None:
@@ -175,20 +175,20 @@ def main(argv: list[str]) -> None:
             accuracy = float((log_p.argmax(1) == labels).double().mean())
             print(f"{run.recipe.name}: {len(labels)} images, accuracy {100 * accuracy:.2f} %", flush=True)
             count, levels = len(labels) // 3, args.coverage or [0.9, 0.95]
-            asked = [Promises(level, method=method) for level in levels for method in ("lac", "aps", "raps")]
-            asked += [Promises(levels[0], method=method, by_class=True) for method in ("lac", "aps", "raps")]
-            asked += [Promises(risk=risk, delta=args.delta) for risk in args.risk or (0.02, 0.05)]
+            every_promise = [Promises(level, method=method) for level in levels for method in ("lac", "aps", "raps")]
+            every_promise += [Promises(levels[0], method=method, by_class=True) for method in ("lac", "aps", "raps")]
+            every_promise += [Promises(risk=risk, delta=args.delta) for risk in args.risk or (0.02, 0.05)]
             risks = args.risk_by_class or (0.05, 0.1)
-            asked += [Promises(risk=risk, delta=args.delta, by_class=True) for risk in risks]
-            found = []
-            for promises in asked:
+            every_promise += [Promises(risk=risk, delta=args.delta, by_class=True) for risk in risks]
+            rows = []
+            for promises in every_promise:
                 since = time.perf_counter()
-                found.append(measured(log_p, labels, promises, count, args.rounds))
-                found[-1]["seconds"] = round(time.perf_counter() - since, 1)
-                print(told(found[-1]), flush=True)
+                rows.append(measured(log_p, labels, promises, count, args.rounds))
+                rows[-1]["seconds"] = round(time.perf_counter() - since, 1)
+                print(line_of(rows[-1]), flush=True)
             about = {"recipe": run.recipe.name, "changed": changes_of(run.recipe), "seed": run.seed}
             about |= {"images": len(labels), "classes": log_p.shape[1], "accuracy": accuracy}
-            records.append(about | {"calibrate": count, "rounds": args.rounds, "promises": found})
+            records.append(about | {"calibrate": count, "rounds": args.rounds, "promises": rows})
             write_record(args.out, {"command": words, **environment(device), "runs": records})
     every = [promise for record in records for promise in record["promises"]]
     if not all(promise["holds"] for promise in every if promise["refused"] < args.rounds):

@@ -173,11 +173,11 @@ def constriction_tables(index: Index) -> Coded:
     words = coder.get_compressed()
 
     def undo() -> Ints:
-        coder, found = constriction.stream.stack.AnsCoder(words), np.empty(len(ranks), np.int64)
+        coder, symbols = constriction.stream.stack.AnsCoder(words), np.empty(len(ranks), np.int64)
         for model, used, where in models():
             size = where.stop - where.start
-            found[where] = shared.symbols[used[coder.decode(model, size)] if len(used) > 1 else used.repeat(size)]
-        return found
+            symbols[where] = shared.symbols[used[coder.decode(model, size)] if len(used) > 1 else used.repeat(size)]
+        return symbols
 
     return len(squeezed) + words.nbytes, undo
 
@@ -190,21 +190,21 @@ def coders() -> dict[str, list[Callable[[Index], Coded]]]:
     ) -> list[Callable[[Index], Coded]]:
         return [partial(general, compress, decompress), partial(general_rows, compress, decompress)]
 
-    found: dict[str, list[Callable[[Index], Coded]]] = {"ours": [ours]}
+    by_name: dict[str, list[Callable[[Index], Coded]]] = {"ours": [ours]}
     if installed("constriction"):
-        found |= {"constriction, our tables": [constriction_tables], "constriction, one table": [constriction_global]}
+        by_name |= {"constriction, our tables": [constriction_tables], "constriction, one table": [constriction_global]}
     if installed("pcodec"):
-        found["pcodec 12, by layer"] = [pcodec]
-    found["zlib 9"] = both(partial(zlib.compress, level=9), zlib.decompress)
-    found["bz2 9"] = both(bz2.compress, bz2.decompress)
-    found["lzma 6"] = both(lzma.compress, lzma.decompress)
+        by_name["pcodec 12, by layer"] = [pcodec]
+    by_name["zlib 9"] = both(partial(zlib.compress, level=9), zlib.decompress)
+    by_name["bz2 9"] = both(bz2.compress, bz2.decompress)
+    by_name["lzma 6"] = both(lzma.compress, lzma.decompress)
     if zstandard := installed("zstandard"):
-        found["zstandard 19"] = both(
+        by_name["zstandard 19"] = both(
             zstandard.ZstdCompressor(level=19).compress, zstandard.ZstdDecompressor().decompress
         )
     if brotli := installed("brotli"):
-        found["brotli 9"] = both(partial(brotli.compress, quality=9), brotli.decompress)
-    return found
+        by_name["brotli 9"] = both(partial(brotli.compress, quality=9), brotli.decompress)
+    return by_name
 
 
 def installed(name: str) -> Any:
@@ -233,7 +233,7 @@ def compare(about: dict[str, Any], index: Index) -> dict[str, Any]:
     fixed = (index.alphabet - 1).bit_length()
     print(f"\n{about['network']}, {size} weights, K = {about['components']}, {about['index']}: {fixed} bits", end=" ")
     print(f"fixed, entropy {together:.3f}, by layer {apart:.3f}\n{'':26}bits    encode  decode")
-    found = about | {"weights": size, "bits_fixed": fixed, "entropy": together, "entropy_by_layer": apart, "coders": {}}
+    table = about | {"weights": size, "bits_fixed": fixed, "entropy": together, "entropy_by_layer": apart, "coders": {}}
     for name, ways in coders().items():
         rows = []
         for way in ways:
@@ -245,8 +245,8 @@ def compare(about: dict[str, Any], index: Index) -> dict[str, Any]:
             rows.append((8 * count / size, middle - start, time.perf_counter() - middle))
         bits, there, back = min(rows)
         print(f"{name:24}{bits:8.3f}{there:8.2f} s{back:6.2f} s", flush=True)
-        found["coders"][name] = {"bits_a_weight": bits, "encode_s": round(there, 3), "decode_s": round(back, 3)}
-    return found
+        table["coders"][name] = {"bits_a_weight": bits, "encode_s": round(there, 3), "decode_s": round(back, 3)}
+    return table
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -335,15 +335,15 @@ def fuzz(times: int, seed: int = 0) -> Counter[str]:
             changed = signed(changed, index)
         start = time.perf_counter()
         try:
-            found = decode(changed, index.alphabet, index.parts)
+            output = decode(changed, index.alphabet, index.parts)
         except InputError as error:
             if "\n" in str(error) or not str(error).startswith("index: "):
                 raise
             outcomes[f"{kind}: {error}" if "layer of" not in str(error) else f"{kind}: a layer's table"] += 1
         else:
-            if found.shape != index.symbols.shape or not 0 <= int(found.min()) <= int(found.max()) < index.alphabet:
+            if output.shape != index.symbols.shape or not 0 <= int(output.min()) <= int(output.max()) < index.alphabet:
                 raise RuntimeError(f"seed {seed}, number {number}: symbols out of range")
-            same = np.array_equal(found.numpy(), index.symbols)
+            same = np.array_equal(output.numpy(), index.symbols)
             if kind == "plain" and changed != data:
                 raise RuntimeError(f"seed {seed}, number {number}: damage went unseen")
             outcomes[f"{kind}: {'the same' if same else 'other'} symbols"] += 1

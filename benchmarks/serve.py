@@ -39,7 +39,7 @@ PACKAGES = ("fastapi", "starlette", "uvicorn", "python-multipart")
 
 def runs(folder: Path) -> dict[str, Path]:
     """Train two networks for a step: how fast they answer has nothing to do with what they know."""
-    chance, found = np.random.default_rng(0), {}
+    chance, folders = np.random.default_rng(0), {}
     short = ["stages.*.epochs=1", "stages.*.warmup=0", "data.augment=[]", f"evaluation.draws={DRAWS}"]
     for name, network, shape, posterior in (
         ("ResNet-8 on 8x8, one pass", "resnet8", (1, 8, 8), "point"),
@@ -49,8 +49,8 @@ def runs(folder: Path) -> dict[str, Path]:
         np.savez(folder / "data.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
         recipe = "plain" if posterior == "point" else "bayesian"
         changes = [*short, f"data.name={folder / 'data.npz'}", f"peers.*.network={network}"]
-        found[name] = pb.train(recipe, folder / network, overrides=changes, device="cpu").folder
-    return found
+        folders[name] = pb.train(recipe, folder / network, overrides=changes, device="cpu").folder
+    return folders
 
 
 def request(side: int) -> bytes:
@@ -76,7 +76,7 @@ async def connection(port: int, sent: bytes, ends: float, taken: list[float]) ->
     writer.close()
 
 
-async def asked(port: int, sent: bytes, connections: int, seconds: float) -> tuple[list[float], float]:
+async def send(port: int, sent: bytes, connections: int, seconds: float) -> tuple[list[float], float]:
     """Return how long the answers of so many connections took, and how long all of it did."""
     taken: list[float] = []
     since = time.perf_counter()
@@ -106,10 +106,10 @@ def measured(name: str, run: Path, rounds: int, seconds: float) -> list[dict[str
             rates: dict[int, list[float]] = {batch: [] for batch in BATCHES}
             for number in range(rounds + 1):
                 for server in servers:
-                    found, spent = asyncio.run(asked(server.port, sent, connections, seconds if number else 1))
+                    times, spent = asyncio.run(send(server.port, sent, connections, seconds if number else 1))
                     if number:  # the first round is to get warm
-                        taken[server.batch] += found
-                        rates[server.batch].append(len(found) / spent)
+                        taken[server.batch] += times
+                        rates[server.batch].append(len(times) / spent)
             for batch in BATCHES:
                 p50, p99 = (round(1000 * float(np.quantile(taken[batch], share)), 2) for share in (0.5, 0.99))
                 row = {"network": name, "batch": batch, "connections": connections, "requests": len(taken[batch])}
@@ -131,9 +131,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/serve.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        found = runs(Path(place)).items()
-        rows = [row for name, run in found for row in measured(name, run, args.rounds, args.seconds)]
+    with tempfile.TemporaryDirectory() as folder:
+        trained = runs(Path(folder)).items()
+        rows = [row for name, run in trained for row in measured(name, run, args.rounds, args.seconds)]
     about = environment(torch.device("cpu"))
     about["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     about["hardware"] += f", {os.cpu_count()} cores for server and client"

@@ -32,9 +32,9 @@ def make(folder: Path, begin: int, end: int) -> None:
     """Write noise, one file an image."""
     chance = np.random.default_rng(begin)
     for number in range(begin, end):
-        place = folder / f"{number // A_FOLDER:06d}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(chance.integers(0, 256, (8, 8), dtype=np.uint8)).save(place / f"{number:08d}.png")
+        part = folder / f"{number // A_FOLDER:06d}"
+        part.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(chance.integers(0, 256, (8, 8), dtype=np.uint8)).save(part / f"{number:08d}.png")
 
 
 def predicted(run: Path, folder: Path, out: Path) -> dict[str, float]:
@@ -71,13 +71,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows, done = [], 0
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         recipe = load_recipe("mutual/digits-dnn", ["stages.*.epochs=1"])
-        run = train(recipe, Path(place) / "run", device="cpu")
+        run = train(recipe, Path(folder) / "run", device="cpu")
         for count in sorted(args.files or (1000, 10_000, 100_000)):
-            make(Path(place) / "files", done, count)
+            make(Path(folder) / "files", done, count)
             done = count
-            rows.append(predicted(run.folder, Path(place) / "files", Path(place) / "out.csv"))
+            rows.append(predicted(run.folder, Path(folder) / "files", Path(folder) / "out.csv"))
             print(rows[-1], flush=True)
             assert rows[-1]["files"] == count
     command = " ".join(["python benchmarks/streaming.py", *argv])

@@ -30,8 +30,8 @@ def judged(run: Run, split: Split) -> dict[str, float]:
     """Return the figures of all peers as one on a split, at temperature 1 and at the run's."""
     assert split.labels is not None
     draws = run.recipe.evaluation.draws
-    found = [run.predict_split(peer, split, draws, CPU) for peer in run]
-    log_p = mean_of(torch.stack([one[0] for one in found]))
+    predicted = [run.predict_split(peer, split, draws, CPU) for peer in run]
+    log_p = mean_of(torch.stack([part[0] for part in predicted]))
     tempered = metrics.temper(log_p, run.temperature).exp()
     return {
         "accuracy": metrics.accuracy(log_p.exp(), split.labels),
@@ -39,7 +39,7 @@ def judged(run: Run, split: Split) -> dict[str, float]:
         "ece": metrics.ece(log_p.exp(), split.labels),
         "cnll": metrics.nll(tempered, split.labels),
         "cece": metrics.ece(tempered, split.labels),
-        "disagreement": float(torch.stack([one[2] for one in found]).mean()),  # of a peer's draws
+        "disagreement": float(torch.stack([part[2] for part in predicted]).mean()),  # of a peer's draws
     }
 
 
@@ -51,13 +51,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/text-weights"))
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for seed in range(asked.seeds):
+    for seed in range(args.seeds):
         for choice, overrides in CHOICES.items():
-            folder = asked.runs / f"{choice}-seed{seed}"
-            how: dict[str, Any] = {"seed": seed, "epochs": asked.epochs, "overrides": overrides, "device": "cpu"}
-            run = pb.train("text", folder, data=asked.data, resume=folder.exists(), **how)
+            folder = args.runs / f"{choice}-seed{seed}"
+            how: dict[str, Any] = {"seed": seed, "epochs": args.epochs, "overrides": overrides, "device": "cpu"}
+            run = pb.train("text", folder, data=args.data, resume=folder.exists(), **how)
             data, first = run.data(), run[next(iter(run))]
             assert data.validation is not None
             rows.append({
@@ -66,8 +66,8 @@ def main() -> None:
                 "validation": judged(run, data.validation), "test": judged(run, data.test),
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-            about = {"command": "benchmarks/text_weights.py", "data": asked.data.name, "epochs": asked.epochs}
-            asked.out.write_text(json.dumps({**about, **environment(CPU), "rows": rows}, indent=1) + "\n")
+            about = {"command": "benchmarks/text_weights.py", "data": args.data.name, "epochs": args.epochs}
+            args.out.write_text(json.dumps({**about, **environment(CPU), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

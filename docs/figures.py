@@ -153,8 +153,8 @@ def distillation() -> Figure:
         ("all four, four passes", ensemble["ensemble"]["accuracy"], ensemble["ensemble"]["nll"]),
         *((names[run["method"]], run["peers"][0]["accuracy"], run["peers"][0]["nll"]) for run in students),
     ]
-    for place, (label, accuracy, nll) in enumerate(points):
-        axes.plot(100 * accuracy, nll, "sodd^"[place], color=COLOURS[(0, 2, 1, 1, 1)[place]], markersize=8)
+    for index, (label, accuracy, nll) in enumerate(points):
+        axes.plot(100 * accuracy, nll, "sodd^"[index], color=COLOURS[(0, 2, 1, 1, 1)[index]], markersize=8)
         axes.annotate(label, (100 * accuracy, nll), xytext=(8, 4), textcoords="offset points", fontsize=9)
     axes.set(xlabel="accuracy, %", ylabel="NLL, nats", xlim=(92.7, 95.3), ylim=(0.15, 0.3), title="WRN28x1, CIFAR-10")
     return drawn
@@ -223,11 +223,15 @@ def guarantees() -> Figure:
     """Draw coverage and risk over random splits, as `benchmarks/guarantees.py` has measured them."""
     run = record("guarantees")["runs"][0]
     drawn, (left, right) = panels(2)
-    sets = {one["method"]: one for one in run["promises"] if "promised coverage" in one and not one["by_class"]}
-    for (method, one), colour in zip(sets.items(), (BLUE, RED, GREEN)):
-        edges = np.linspace(*one["histogram"]["edges"], len(one["histogram"]["counts"]) + 1)
-        left.stairs(one["histogram"]["counts"], 100 * edges, color=colour, label=method.upper(), linewidth=1.2)
-    level, expected = one["promised coverage"], one["expected"]
+    sets = {
+        promise["method"]: promise
+        for promise in run["promises"]
+        if "promised coverage" in promise and not promise["by_class"]
+    }
+    for (method, promise), colour in zip(sets.items(), (BLUE, RED, GREEN)):
+        edges = np.linspace(*promise["histogram"]["edges"], len(promise["histogram"]["counts"]) + 1)
+        left.stairs(promise["histogram"]["counts"], 100 * edges, color=colour, label=method.upper(), linewidth=1.2)
+    level, expected = promise["promised coverage"], promise["expected"]
     middle = (edges[1:] + edges[:-1]) / 2
     law = NormalDist(expected["mean"], expected["deviation"])
     heights = [run["rounds"] * (edges[1] - edges[0]) * law.pdf(x) for x in middle]
@@ -235,13 +239,13 @@ def guarantees() -> Figure:
     left.axvline(100 * level, color=GREY, linewidth=0.8)
     left.set(xlabel="coverage of the others, %", ylabel="splits", title=f"promised: {100 * level:g} %")
     left.legend(loc="upper left")
-    risks = [one for one in run["promises"] if "promised risk" in one and not one["by_class"]]
-    for one, colour in zip(risks, (BLUE, RED)):
-        counts = np.array(one["histogram"]["counts"])
-        edges = 100 * np.linspace(*one["histogram"]["edges"], len(counts) + 1)
-        label = f"promised: {100 * one['promised risk']:g} %, broken in {100 * one['broken']:.1f} %"
+    risks = [promise for promise in run["promises"] if "promised risk" in promise and not promise["by_class"]]
+    for promise, colour in zip(risks, (BLUE, RED)):
+        counts = np.array(promise["histogram"]["counts"])
+        edges = 100 * np.linspace(*promise["histogram"]["edges"], len(counts) + 1)
+        label = f"promised: {100 * promise['promised risk']:g} %, broken in {100 * promise['broken']:.1f} %"
         right.stairs(counts, edges, color=colour, label=label, linewidth=1.2)
-        right.axvline(100 * one["promised risk"], color=colour, linewidth=0.8)
+        right.axvline(100 * promise["promised risk"], color=colour, linewidth=0.8)
     right.set(xlabel="wrong answers, %", ylabel="splits", title=f"at most {100 * risks[0]['delta']:g} % may be broken")
     right.set_ylim(0, 1.35 * right.get_ylim()[1])
     right.legend(loc="upper right")
@@ -300,8 +304,8 @@ def yardsticks() -> Figure:
             sigma.append(1 / math.sqrt(ess * (h + decay)))
             eps = noise.standard_normal()
             gradient = curvature * (m + sigma[-1] * eps)
-            found = gradient * eps / sigma[-1]
-            h += 0.5 * (rate * (h - found)) ** 2 / (h + decay) - rate * (h - found)
+            sample = gradient * eps / sigma[-1]
+            h += 0.5 * (rate * (h - sample)) ** 2 / (h + decay) - rate * (h - sample)
             m -= 0.05 * (gradient + decay * m) / (h + decay)
         scales.plot(sigma, color=colour)
     scales.axhline(exact, color=RED, linestyle="--")

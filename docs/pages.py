@@ -147,7 +147,7 @@ def markdown(text: str) -> str:
     """Return a docstring's text as Markdown: marks that mean something there are escaped outside code."""
     parts = re.split(r"(``.+?``|`[^`]+`)", text)
     marks = re.compile(r"(?<!\\)([*<\[\]|])")
-    return "".join(marks.sub(r"\\\1", part) if place % 2 == 0 else part for place, part in enumerate(parts))
+    return "".join(marks.sub(r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts))
 
 
 def cell(text: str) -> str:
@@ -168,11 +168,11 @@ def referred(model: type[BaseModel]) -> list[Any]:
 
 def kinds() -> dict[str, tuple[type[BaseModel], list[Any]]]:
     """Return the kinds of posteriors by name: the schema of each, and what describes its options."""
-    found = {}
+    schemas = {}
     for name in (*KINDS, "shared"):
         posterior = Posterior.of_kind(name)
-        found[name] = (posterior.recipe_options(), [posterior.option_fields, posterior, Sharing])
-    return found
+        schemas[name] = (posterior.recipe_options(), [posterior.option_fields, posterior, Sharing])
+    return schemas
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -204,9 +204,9 @@ def type_name(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 def bounds(metadata: Iterable[Any]) -> str:
     """Return the bounds that annotations carry, such as "> 0"."""
-    flat = [one for item in metadata for one in (getattr(item, "metadata", None) or [item])]
+    flat = [bound for item in metadata for bound in (getattr(item, "metadata", None) or [item])]
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    words = [f"{sign} {getattr(one, key):g}" for one in flat for key, sign in signs.items() if hasattr(one, key)]
+    words = [f"{sign} {getattr(bound, key):g}" for bound in flat for key, sign in signs.items() if hasattr(bound, key)]
     return f" {', '.join(words)}" if words else ""
 
 
@@ -329,7 +329,7 @@ def summary(described: Any) -> str:
 def recipe_list() -> str:
     """Return the page of all packaged recipes: those for data of one's own, then by group."""
     packaged = recipes.packaged()
-    own = {name for name, path in packaged.items() if path.is_relative_to(Path(recipes.__file__).parent)}
+    general = {name for name, path in packaged.items() if path.is_relative_to(Path(recipes.__file__).parent)}
     parts = [
         "# Packaged recipes",
         f"There are {len(packaged)}. `peerbayes recipes show NAME` prints one, `peerbayes train NAME` trains it, and a "
@@ -337,10 +337,10 @@ def recipe_list() -> str:
         "## For data of your own",
         "Where no other is named, `distill` takes `distillation/latentbe`, and `compress` takes `sharing/stage1` and "
         "then `sharing/shared`.",
-        recipe_table(sorted(own), paper=False),
+        recipe_table(sorted(general), paper=False),
     ]
     for group, (title, page) in GROUPS.items():
-        names = sorted(name for name in packaged if name.startswith(f"{group}/") and name not in own)
+        names = sorted(name for name in packaged if name.startswith(f"{group}/") and name not in general)
         parts += [f"## {title}", f"[How it works](../{page}).", recipe_table(names)]
     return "\n\n".join(parts) + "\n"
 
@@ -369,11 +369,11 @@ PUBLIC = {
 def public_names() -> str:
     """Return the page of the names of `peerbayes` itself."""
     grouped = {name for names in PUBLIC.values() for name in names}
-    others = tuple(
+    more = tuple(
         name for name in peerbayes.__all__ if name not in grouped and not inspect.ismodule(getattr(peerbayes, name))
     )
     parts = ["# Python reference", "`import peerbayes as pb`. Names are loaded when they are first used."]
-    for title, names in (PUBLIC | ({"More": others} if others else {})).items():
+    for title, names in (PUBLIC | ({"More": more} if more else {})).items():
         parts += [f"## {title}", *(documented(f"peerbayes.{name}", getattr(peerbayes, name)) for name in names)]
     listed = "\n".join(f"- [peerbayes.{name}](python-{name}.md): {first_line(name)}" for name in PACKAGES)
     tree = "\n".join(f"python-{name}" for name in PACKAGES)
@@ -389,14 +389,14 @@ def package_names(name: str) -> str:
     """Return the page of a public package: what it exports that is not a name of `peerbayes` too."""
     package = importlib.import_module(f"peerbayes.{name}")
     exported = {
-        f"peerbayes.{name}.{one}": getattr(package, one)
-        for one in getattr(package, "__all__", ())
-        if getattr(package, one) is not getattr(peerbayes, one, None) and not inspect.ismodule(getattr(package, one))
+        f"peerbayes.{name}.{key}": getattr(package, key)
+        for key in getattr(package, "__all__", ())
+        if getattr(package, key) is not getattr(peerbayes, key, None) and not inspect.ismodule(getattr(package, key))
     }
     for module_name, names in MODULES.get(name, {}).items():
         module = importlib.import_module(f"peerbayes.{module_name}")
-        for one in names or [term for term in terms.names() if hasattr(module, term)]:
-            exported.setdefault(f"peerbayes.{module_name}.{one}", getattr(module, one))
+        for key in names or [term for term in terms.names() if hasattr(module, term)]:
+            exported.setdefault(f"peerbayes.{module_name}.{key}", getattr(module, key))
     parts = [f"# peerbayes.{name}", inspect.getdoc(package) or "", *(documented(*item) for item in exported.items())]
     return "\n\n".join(parts) + "\n"
 

@@ -19,7 +19,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, process, refused
 from learners import Recorder, stopped_at
 from peerbayes import importing, metrics, networks
-from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_told, _verdict
+from peerbayes.adopting import ENSEMBLE, WIDTHS, Adopted, Adoption, _difference, _losses, _validation_note, _verdict
 from peerbayes.data import load
 from peerbayes.errors import InputError
 from peerbayes.recipes.recipe_data import network_inputs
@@ -451,7 +451,7 @@ def test_a_folder_without_a_test_split_chooses_by_images_of_val_that_nothing_has
 
 def test_texts_are_not_called_images():
     texts = load((["a good one", "a bad one"] * 20, ["yes", "no"] * 20), validation=8)
-    assert _validation_told(texts).startswith("8 validation texts choose the width")
+    assert _validation_note(texts).startswith("8 validation texts choose the width")
 
 
 def test_what_is_shipped_without_a_temperature_predicts_without_one(learnt):

@@ -18,8 +18,8 @@ from peerbayes.data import load
 class Here:
     """An executor that runs what it is given at once, in this process."""
 
-    def __init__(self, workers, mp_context, initializer):
-        initializer()
+    def __init__(self, workers, mp_context, initializer, initargs):
+        initializer(*initargs)
 
     def __enter__(self):
         return self

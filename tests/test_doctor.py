@@ -117,6 +117,6 @@ def test_missing_and_old_packages_are_told_apart(tmp_path):
         ("Python", "use Python >=3.99", True),
         ("extra zoo", "pip install 'peerbayes[zoo]'", False),
     ]
-    text = doctor.told(record)
+    text = doctor.text(record)
     assert "zoo    unheard-of is not installed: pip install 'peerbayes[zoo]'" in text
     assert f"log    rich {metadata.version('rich')}" in text

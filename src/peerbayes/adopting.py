@@ -148,10 +148,7 @@ class Adoption:
         raise InputError(f"{self.folder}: holds an adoption of {held}, not of {now}; choose another folder: --run "
                          "(run= in Python)")  # fmt: skip
 
-    def _recipe(self, changes: dict[str, Any]) -> Recipe:
-        return Recipe.parse(self._table | changes, f"recipe {RECIPE}")
-
-    def _job(self, place: str, title: str, peers: Sequence[str], start: str | None, **changes: Any) -> Job:
+    def _job(self, name: str, title: str, peers: Sequence[str], start: str | None, **changes: Any) -> Job:
         """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
         posterior = changes.pop("posterior")
         named = {"network": self._network, "posterior": posterior}
@@ -163,13 +160,9 @@ class Adoption:
             named["start_from"] = str((self.folder / start / f"weights-{NET}.safetensors").resolve())
         else:
             named |= {"start_from": str(self._source), "new_head": self.new_head}
-        recipe = self._recipe({
-            "title": title,
-            "method": place,
-            "peers": [{"name": peer, **named} for peer in peers],
-            **changes,
-        })  # fmt: skip
-        return Job(recipe, self.folder / place, self.seed, Given(**given))
+        changes |= {"title": title, "method": name, "peers": [{"name": peer, **named} for peer in peers]}
+        recipe = Recipe.parse(self._table | changes, f"recipe {RECIPE}")
+        return Job(recipe, self.folder / name, self.seed, Given(**given))
 
     @property
     def plain(self) -> Job:
@@ -348,7 +341,7 @@ def adopt(
     )  # fmt: skip
     options = RunOptions(**how)
     with options.reporting(reporter) as reporter:
-        reporter.headline(_validation_told(adoption.data))
+        reporter.headline(_validation_note(adoption.data))
         return _adopted(adoption, options, how, reporter, resume, smaller, corrupted, compare)
 
 
@@ -372,12 +365,13 @@ def _adopted(
     jobs = adoption.first
     check_jobs(list(jobs.values()), resume=resume, **how)  # before the first of them writes anything
     runs = trained({"plain": jobs.pop("plain")})
-    if learnt := _learnt(runs["plain"], adoption.data, device):
+    held, test = (_hits(runs["plain"], split, device) for split in (adoption.data.validation, adoption.data.test))
+    if learnt := learnt_by(held.double().mean().item(), len(held), test.double().mean().item(), len(test)):
         reporter.warn(learnt)
     runs |= trained(jobs)
     losses = {who: _losses(run, adoption.data, device) for who, run in runs.items()}
     tried = {width: float(losses[f"width-{width:g}"][NET, not learnt].mean()) for width in adoption.widths}
-    width = min(tried, key=lambda one: tried[one])
+    width = min(tried, key=lambda candidate: tried[candidate])
     chosen = {who: run for who, run in runs.items() if not who.startswith("width-")}
     chosen["bayesian"] = runs[f"width-{width:g}"]
     losses["bayesian"] = losses[f"width-{width:g}"]
@@ -388,20 +382,20 @@ def _adopted(
         further = {**how, "resume": resume and (adoption.folder / which).exists(), "reporter": reporter}
         chosen[which] = adoption.make_smaller(which, chosen["bayesian"], further)
         losses[which] = _losses(chosen[which], adoption.data, device)
-    for who, one in compare.items():
-        chosen[who], losses[who] = one, _losses(one, adoption.data, device)
+    for who, run in compare.items():
+        chosen[who], losses[who] = run, _losses(run, adoption.data, device)
     bad = None if corrupted is None or adoption.data.vocabulary is not None else corrupted
     judged = {}
-    for who, one in chosen.items():
-        if resume and who not in compare and _uncalibrated(one):  # it was shipped so
-            calibrate(one, adoption.data, device=device)
+    for who, run in chosen.items():
+        if resume and who not in compare and _uncalibrated(run):  # it was shipped so
+            calibrate(run, adoption.data, device=device)
         judged[who] = evaluate(
-            one, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
+            run, data=adoption.data, out_of_distribution=adoption.outside, corrupted=bad, examples=SHOWN,
             device=device, root=how.get("root"),
         )  # fmt: skip
         if who not in compare:
-            write_report(one, judged[who])
-            reporter.result(one.folder, judged[who])
+            write_report(run, judged[who])
+            reporter.result(run.folder, judged[who])
     rows = [row for who in chosen for row in _rows(who, judged[who], losses[who])]
     record: Record = {
         "network": adoption.title,
@@ -409,24 +403,24 @@ def _adopted(
         "seed": adoption.seed,
         "epochs": epochs,
         "new_head": adoption.new_head,
-        "validation_images": len(adoption.data.validation or ()),
-        "validation_mistakes": _mistakes(runs["plain"], adoption.data, device),
+        "validation_images": len(held),
+        "validation_mistakes": int((~held).sum()),
         "validation_learnt": bool(learnt),
-        "widths": {f"{one:g}": loss for one, loss in tried.items()},
+        "widths": {f"{candidate:g}": loss for candidate, loss in tried.items()},
         "width": width,
         "corrupted": None if bad is None else str(bad),
-        "folders": {who: str(one.folder) if who in compare else one.folder.name for who, one in chosen.items()},
+        "folders": {who: str(run.folder) if who in compare else run.folder.name for who, run in chosen.items()},
         "rows": [{key: value for key, value in row.items() if key != "losses"} for row in rows],
     }
     # The prior of temperatures makes them safe of few mistakes, too: benchmarks/few_mistakes.py
     candidates = [row for row in rows if row["run"] not in compare and row["temperature"] is not None]
     record["ship"], record["verdict"] = _verdict(rows[:1] if learnt else candidates)
-    told = ", ".join(f"{one:g}: {loss:.3f}" for one, loss in tried.items())
+    width_losses = ", ".join(f"{candidate:g}: {loss:.3f}" for candidate, loss in tried.items())
     if learnt:
         record["verdict"] = f"Ship plain, as it is: nothing can be chosen, since {learnt}"
     else:
         shipped = adoption.folder / record["folders"][record["ship"]["run"]]
-        record["verdict"] += f". Its run is {shipped}. Widths by validation NLL: {told}."
+        record["verdict"] += f". Its run is {shipped}. Widths by validation NLL: {width_losses}."
         if len(tried) > 1 and width == max(tried):
             record["verdict"] += f" {width:g} is the largest that was tried: a wider one may be better still."
         kept = _kept_temperature(chosen[record["ship"]["run"]], record["ship"]["peer"])
@@ -461,7 +455,7 @@ def plan_rows(
     return dry_run(adoption.plan(smaller), options, resume=resume)
 
 
-def _validation_told(data: Dataset) -> str:
+def _validation_note(data: Dataset) -> str:
     items = "images" if data.vocabulary is None else "texts"
     return (
         f"{len(data.validation or ())} validation {items} choose the width, temperatures and what to ship; where the "
@@ -481,11 +475,11 @@ def _losses(run: Run, data: Dataset, device: torch.device) -> dict[tuple[str, bo
     log_p = {peer: run.predict_split(peer, split, draws, device)[0] for peer in run}
     if len(run) > 1:
         log_p[ENSEMBLE] = mean_of(torch.stack(list(log_p.values())))
-    found = {}
-    for peer, one in log_p.items():
-        for after, p in ((False, one), (True, cross_tempered(one, labels))):
-            found[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
-    return found
+    losses = {}
+    for peer, at_one in log_p.items():
+        for after, p in ((False, at_one), (True, cross_tempered(at_one, labels))):
+            losses[peer, after] = -p.gather(1, labels[:, None])[:, 0].double()
+    return losses
 
 
 def cross_tempered(log_p: Tensor, labels: Tensor) -> Tensor:
@@ -503,23 +497,12 @@ def cross_tempered(log_p: Tensor, labels: Tensor) -> Tensor:
     return tempered
 
 
-def _hits(run: Run, split: Split, device: torch.device) -> Tensor:
+def _hits(run: Run, split: Split | None, device: torch.device) -> Tensor:
     """Return which inputs of a split the network is right about."""
+    assert split is not None
     assert split.labels is not None
     hits: Tensor = run.predict_split(NET, split, 1, device)[0].argmax(1) == split.labels
     return hits
-
-
-def _mistakes(run: Run, data: Dataset, device: torch.device) -> int:
-    assert data.validation is not None
-    return int((~_hits(run, data.validation, device)).sum())
-
-
-def _learnt(run: Run, data: Dataset, device: torch.device) -> str:
-    """Return how it shows that the network has learnt the validation split, if it does, as the end of a sentence."""
-    assert data.validation is not None
-    held, test = _hits(run, data.validation, device), _hits(run, data.test, device)
-    return learnt_by(held.double().mean().item(), len(held), test.double().mean().item(), len(test))
 
 
 def _uncalibrated(run: Run) -> bool:
@@ -546,33 +529,33 @@ def _rows(who: str, record: Record, losses: Mapping[tuple[str, bool], Tensor]) -
     """Return two rows a peer and ensemble of a run: as it is, and with its temperature, which could be shipped."""
     rows = []
     judged = [*record["peers"], *([record[ENSEMBLE] | {"name": ENSEMBLE}] if ENSEMBLE in record else [])]
-    for one in judged:
-        whole = one["name"] == ENSEMBLE
-        title = TITLES.get(who, who) + f" {one['name']}" * (len(record["peers"]) > 1)
+    for figures in judged:
+        whole = figures["name"] == ENSEMBLE
+        title = TITLES.get(who, who) + f" {figures['name']}" * (len(record["peers"]) > 1)
         title = f"ensemble of {TITLES[who]}s" if whole and who in TITLES else who if whole else title
-        members = record["peers"] if whole else [one]
+        members = record["peers"] if whole else [figures]
         passes = sum(record["draws"] if peer["disagreement"] > 0 else 1 for peer in members)
-        bad = one.get("corrupted", {})
-        outside = one.get("out_of_distribution", {}).values()
+        bad = figures.get("corrupted", {})
+        outside = figures.get("out_of_distribution", {}).values()
         for after in (False, True):
-            own = losses[one["name"], after]
+            image_losses = losses[figures["name"], after]
             nll, ece = ("cnll", "cece") if after else ("nll", "ece")
-            retention = one["selective"]["entropy"]["retention"]  # of entropies before any temperature
+            retention = figures["selective"]["entropy"]["retention"]  # of entropies before any temperature
             rows.append({
                 "who": title + " + temperature" * after,
                 "run": who,
-                "peer": one["name"],
-                "temperature": one["temperature"] if after else None,
-                "accuracy": one["accuracy"],
-                "nll": one[nll],
-                "ece": one[ece],
+                "peer": figures["name"],
+                "temperature": figures["temperature"] if after else None,
+                "accuracy": figures["accuracy"],
+                "nll": figures[nll],
+                "ece": figures[ece],
                 "kept_accuracy": None if after else retention.get(KEPT),
-                "auroc": None if after or not outside else sum(one["auroc"] for one in outside) / len(outside),
+                "auroc": None if after or not outside else sum(scores["auroc"] for scores in outside) / len(outside),
                 "corrupted": {"accuracy": bad["accuracy"], "nll": bad[nll], "ece": bad[ece]} if bad else None,
                 "passes": passes,
                 "bytes": sum(peer["bytes"] for peer in members),
-                "validation_nll": float(own.mean()),
-                "losses": own,
+                "validation_nll": float(image_losses.mean()),
+                "losses": image_losses,
             })  # fmt: skip
     return rows
 
@@ -586,8 +569,8 @@ def _verdict(rows: Sequence[Record]) -> tuple[Record, str]:
         if gap <= error:
             break
     ship = {key: row[key] for key in ("who", "run", "peer", "temperature", "validation_nll", "passes")}
-    told = "" if row["temperature"] is None else f" (T = {row['temperature']:.2f})"
-    said = f"Ship {row['who']}{told}: on the validation split its NLL is {row['validation_nll']:.3f}"
+    suffix = "" if row["temperature"] is None else f" (T = {row['temperature']:.2f})"
+    said = f"Ship {row['who']}{suffix}: on the validation split its NLL is {row['validation_nll']:.3f}"
     if row is not best:
         rest = f"{best['who']}, {best['validation_nll']:.3f} ({gap:.3f} ± {error:.3f} less)"
         cost = f", for {_passes(row)} instead of {best['passes']}" * (row["passes"] != best["passes"])
@@ -598,9 +581,9 @@ def _verdict(rows: Sequence[Record]) -> tuple[Record, str]:
     return ship, f"{said}, {gain:.3f} ± {error:.3f} less than that of {candidates[0]['who']}, for {_passes(row)}"
 
 
-def _difference(one: Record, other: Record) -> tuple[float, float]:
+def _difference(first: Record, second: Record) -> tuple[float, float]:
     """Return the mean difference of two candidates' losses, and its standard error."""
-    difference = one["losses"] - other["losses"]
+    difference = first["losses"] - second["losses"]
     return float(difference.mean()), float(difference.std(correction=0) / max(1, len(difference) - 1) ** 0.5)
 
 
@@ -610,11 +593,11 @@ def _passes(row: Record) -> str:
 
 def by_run(evaluations: Mapping[str, Record]) -> list[Record]:
     """Return the records of an adoption as those of methods, which are called as its runs are."""
-    found = []
-    for who, one in evaluations.items():  # settings differ where another width was chosen
-        own = {key: value for key, value in one.items() if not key.startswith("settings")}
-        found.append({**own, "method": who, "recipe": who})
-    return found
+    records = []
+    for who, record in evaluations.items():  # settings differ where another width was chosen
+        shown = {key: value for key, value in record.items() if not key.startswith("settings")}
+        records.append({**shown, "method": who, "recipe": who})
+    return records
 
 
 def adoption_table(record: Record) -> list[list[str]]:

@@ -71,37 +71,33 @@ def run(out: Path, seeds: Sequence[int], reporter: Reporter) -> list[Record]:
     reporter.headline(f"{len(seeds)} seeds of 9 networks on {TRAIN} digits, a core a seed")
     # The networks are far too small to keep several cores busy, so the seeds go side by side, one core each.
     workers = min(os.cpu_count() or 1, len(seeds))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, initargs=(1,)) as pool:
         futures = {pool.submit(_work, out, seed): seed for seed in seeds}
         for future in as_completed(futures):
             done[futures[future]] = future.result()
             reporter.headline(f"seed {futures[future]} is done ({len(done)} of {len(seeds)})")
     records = [done[seed][0] for seed in seeds]
     write_record(out / "records.json", records)
-    evaluations = [done[seed][1][place] for place in range(len(done[seeds[0]][1])) for seed in seeds]
+    evaluations = [done[seed][1][index] for index in range(len(done[seeds[0]][1])) for seed in seeds]
     heading = f"What adopting makes of a plain network, on {TRAIN} digits"
     first = [table(records), differences(records)]
     write_page(out / "report.html", evaluations, heading, summaries=first, findings=findings(records))
     return records
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def _work(out: Path, seed: int) -> tuple[Record, list[Record]]:
     from peerbayes.adopting import adopt, by_run
 
-    data, place = few_digits(), out / f"seed{seed}"
+    data, seed_folder = few_digits(), out / f"seed{seed}"
 
     def trained(recipe: str) -> Run:
-        folder = place / recipe
+        folder = seed_folder / recipe
         shorter = ["peers.*.network=" + NETWORK, f"stages.0.epochs={EPOCHS}", "data.batch_size=64"]
         return train(recipe, folder, data=data, seed=seed, overrides=shorter, resume=folder.exists(), device="cpu")
 
     plain, pair = trained("plain"), trained("ensemble")
     adopted = adopt(
-        plain.weights_file("net"), name=NETWORK, data=data, run=place / "adopted", peers=2, epochs=MORE,
+        plain.weights_file("net"), name=NETWORK, data=data, run=seed_folder / "adopted", peers=2, epochs=MORE,
         extra_epochs=True, compare={PAIR: pair}, seed=seed, resume=True, device="cpu",
         overrides=[f"evaluation.out_of_distribution=['{OUTSIDE}']"], reporter=Reporter(),
     )  # fmt: skip
@@ -135,8 +131,8 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
     """Return a row a way, paired differences from the temperature alone, below a row of heads."""
     lines = [[f"minus {TEMPERED}, paired", *COMPARED]]
     for way in list(WAYS)[2:]:
-        found = (_difference(records, way, heading) for heading in COMPARED)
-        lines.append([way, *(one.value + " " + " *"[one.distinguishable] for one in found)])
+        compared = (_difference(records, way, heading) for heading in COMPARED)
+        lines.append([way, *(difference.value + " " + " *"[difference.distinguishable] for difference in compared)])
     return lines
 
 
@@ -159,8 +155,8 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 
 def _ahead(records: Sequence[Record], way: str, heading: str) -> bool:
-    found = _difference(records, way, heading)
-    return -found.difference > (found.standard_error or 0.0)
+    difference = _difference(records, way, heading)
+    return -difference.difference > (difference.standard_error or 0.0)
 
 
 def text(records: Sequence[Record]) -> str:

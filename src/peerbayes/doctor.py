@@ -67,7 +67,7 @@ def examine(root: str | Path | None = None) -> Record:
     }
 
 
-def told(record: Record) -> str:
+def text(record: Record) -> str:
     """Return the record as text."""
     rows = record["packages"]
     parts = [f"peerbayes {record['peerbayes']}, Python {record['python']['version']}, {record['platform']}"]
@@ -78,20 +78,20 @@ def told(record: Record) -> str:
     parts.append("\n".join(aligned(required, 4)))
     extras = [["extra", ""]]
     for extra in dict.fromkeys(row["extra"] for row in rows if row["extra"]):
-        own = [row for row in rows if row["extra"] == extra]
-        here = ", ".join(f"{row['name']} {row['version']}" for row in own if not row["problem"])
-        lacking = ", ".join(f"{row['name']} {row['problem']}" for row in own if row["problem"])
+        of_extra = [row for row in rows if row["extra"] == extra]
+        here = ", ".join(f"{row['name']} {row['version']}" for row in of_extra if not row["problem"])
+        lacking = ", ".join(f"{row['name']} {row['problem']}" for row in of_extra if row["problem"])
         install = f"{lacking}: pip install 'peerbayes[{extra}]'" if lacking else ""
         extras.append([extra, "; ".join(filter(None, (here, install)))])
     parts.append("\n".join(aligned(extras, 2)))
     devices = [[device["name"], device["about"]] for device in record["devices"]]
     parts.append("\n".join(aligned([["device", ""], *devices], 2)))
     data = record["data"]
-    found = [[name, place or "embedded"] for name, place in data["found"].items()]
-    parts.append("\n".join(aligned([["data set", f"looked for in {data['root']}"], *found], 2)))
+    data_sets = [[name, path or "embedded"] for name, path in data["found"].items()]
+    parts.append("\n".join(aligned([["data set", f"looked for in {data['root']}"], *data_sets], 2)))
     if data["absent"]:
         parts[-1] += f"\nnot there: {', '.join(data['absent'])}; --json says what to get"
-    broken = [f"{one['what']} {one['why']}: {one['line']}" for one in record["missing"] if one["required"]]
+    broken = [f"{item['what']} {item['why']}: {item['line']}" for item in record["missing"] if item["required"]]
     parts.append("\n".join(broken) or "All that is required is here.")
     return "\n\n".join(parts)
 
@@ -135,8 +135,8 @@ def _fits(version: str, wanted: str) -> bool:
     """Return whether a version is in a range of the two kinds that peerbayes asks for: ``>=`` and ``<``."""
 
     def numbers(text: str) -> list[int]:
-        found = [int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0])]
-        return found + [0] * (4 - len(found))
+        parts = [int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", text)[0])]
+        return parts + [0] * (4 - len(parts))
 
     bounds = re.findall(r"(>=|<)\s*([\d.]+)", wanted)
     return all((numbers(version) < numbers(end)) == (sign == "<") for sign, end in bounds)
@@ -170,11 +170,11 @@ def _data(root: str | Path | None) -> dict[str, Any]:
         from peerbayes.data.datasets.sources import whereabouts
     except Exception:  # without torch nothing reads data
         return {"root": None if root is None else str(root), "found": {}, "absent": {}}
-    place, found, absent = data_root(root), {}, {}
+    folder, present, absent = data_root(root), {}, {}
     for name in names():
         try:
-            lies = whereabouts(name, place)
-            found[name] = None if lies is None else str(lies)
+            lies = whereabouts(name, folder)
+            present[name] = None if lies is None else str(lies)
         except InputError as error:
             absent[name] = str(error)
-    return {"root": str(place), "exists": place.is_dir(), "found": found, "absent": absent}
+    return {"root": str(folder), "exists": folder.is_dir(), "found": present, "absent": absent}

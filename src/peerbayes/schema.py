@@ -133,8 +133,8 @@ def _sentence(error: ValidationError, given: Any) -> str:
         return f"'{location}' is missing"
     if fault["type"] == "union_tag_invalid":
         kind, given = fault["ctx"]["discriminator"].strip("'"), fault["ctx"]["tag"]
-        known = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return f"{location}.{kind}: there is no {kind} '{given}'{nearest(given, known)}"
+        kinds = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"{location}.{kind}: there is no {kind} '{given}'{nearest(given, kinds)}"
     message = str(fault["msg"]).removeprefix("Value error, ").removesuffix(" or object to extract fields from")
     text = f"{location}: " * bool(location) + message[0].lower() + message[1:]
     # Our own sentences name the value; a whole table would drown the message.

@@ -275,10 +275,10 @@ def test_in_a_folder_runs_with_networks_of_ones_own_are_left_out_of_bytes(runs, 
     shutil.copytree(runs / "stage1-seed0", tmp_path / "own")
     recipe = tmp_path / "own" / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('network = "mlp"', 'network = "custom"'))
-    assert len(groups.open_runs([tmp_path], own=False)) == 2  # it has been judged
+    assert len(groups.open_runs([tmp_path], custom=False)) == 2  # it has been judged
     (tmp_path / "own" / "evaluation.json").unlink()
     with pytest.warns(PeerbayesWarning, match=r"own: peer 'net' has a network of your own; it is left out$"):
-        found = groups.open_runs([tmp_path], own=False)
+        found = groups.open_runs([tmp_path], custom=False)
     assert [run.folder.name for run in found] == ["shared"]
     assert len(groups.open_runs([tmp_path])) == 2
     with pytest.raises(InputError, match=r"own: peer 'net' has a network of your own$"):

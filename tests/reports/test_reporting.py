@@ -451,8 +451,8 @@ def test_retention_is_drawn_and_tabled_by_both_rankings(records):
         assert [point.x for point in points] == pytest.approx([20, 75, 100])
         assert [point.y for point in points] == pytest.approx([low + 1, 90, 91])
         assert points[0].error == pytest.approx(1 / 3**0.5)
-        assert points[0].told == f"20 % kept, {low + 1}.00 ± 0.58 % right"
-        assert f"<title>DML, scratch: {points[0].told}</title>" in page
+        assert points[0].tooltip == f"20 % kept, {low + 1}.00 ± 0.58 % right"
+        assert f"<title>DML, scratch: {points[0].tooltip}</title>" in page
         section = text.split(f"accuracy (%) of the images of lowest {ranking}, by the share kept:\n")[1].splitlines()
         assert section[0].split() == ["20", "%", "75", "%"]
         assert section[1].split() == ["DML", "scratch", f"{low + 1}.00", "±", "0.58", "90.00", "±", "0.00"]
@@ -482,7 +482,7 @@ def test_figures_draw_the_numbers(records):
     assert (curve.name, curve.note, curve.group, curve.dash) == ("DML, scratch", "ECE 0.050", 0, 0)
     assert [point.x for point in curve.points[:2]] == pytest.approx([0.3, 0.6])
     assert [point.y for point in curve.points[:2]] == pytest.approx([0.2, 0.5])
-    assert curve.points[0].told == "confidence 0.300, accuracy 0.200, 30 inputs"  # of three seeds
+    assert curve.points[0].tooltip == "confidence 0.300, accuracy 0.200, 30 inputs"  # of three seeds
     terms, shares = figures.training_figure(metrics()).axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in terms.get_lines()}
     assert drawn["kl"] == pytest.approx([0.5 / e for e in range(1, 6)])

@@ -58,18 +58,18 @@ def compress(
     _check_given(source)
     changes = [*([] if components is None else [f"peers.0.posterior.components={components}"]), *listed(overrides)]
     folder = None if run is None else Path(run)
-    own = _of_ones_own(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
-    if own is not None:
-        known = source if isinstance(source, Run) else run_of(own)
+    posterior = _custom_peer(source) if isinstance(source, Run) else source if isinstance(source, Posterior) else None
+    if posterior is not None:
+        source_run = source if isinstance(source, Run) else run_of(posterior)
         if isinstance(source, Run) and folder is None:
-            folder = _beside(source.folder)
+            folder = _with_end(source.folder, "-shared")
         folder = folder or default_folder(str(into), seed)
-        job = _compression_of_object(own, known, into, first, changes, folder, seed, data, how.get("root"))
+        job = _compression_of_object(posterior, source_run, into, first, changes, folder, seed, data, how.get("root"))
     elif data is not None:
         raise InputError("data is for a posterior: a run is compressed on the data that it has learnt")
     else:
-        place = source.named if isinstance(source, Run) else Path(str(source))
-        job = compression(place, into, first, changes, folder, seed)
+        path = source.named if isinstance(source, Run) else Path(str(source))
+        job = compression(path, into, first, changes, folder, seed)
     (done,) = execute(resolve([job]), RunOptions(**how), resume=resume, reporter=reporter)
     return done[job.recipe.peers[0].name]
 
@@ -96,7 +96,7 @@ def compression(
         seed: of both.
     """
     weights = weights_of(run)
-    folder = folder or _beside(weights.parent)
+    folder = folder or _with_end(weights.parent, "-shared")
     _check_recipes(load_recipe(into, changes), load_recipe(first))
     trained, (name, *_) = peers_at(weights)
     kind = trained.recipe.peer(name).posterior.posterior_class
@@ -104,7 +104,7 @@ def compression(
         raise InputError(f"{weights}: its weights share a codebook already; compress the run that it was made of")
     if kind.shareable:
         return Job(recipe_from(into, weights, changes), folder, seed)
-    before = Job(recipe_from(first, weights), _before(folder), seed)
+    before = Job(recipe_from(first, weights), _with_end(folder, "-stage1"), seed)
     start = before.folder / f"weights-{before.recipe.peers[0].name}.safetensors"
     recipe = recipe_from(into, weights, changes, start)
     return Job(recipe, folder, seed, Given(starts={recipe.peers[0].name: before}))
@@ -112,7 +112,7 @@ def compression(
 
 def _compression_of_object(
     posterior: Posterior,
-    known: Run | None,
+    run: Run | None,
     into: str | Path,
     first: str | Path,
     changes: Sequence[str],
@@ -123,11 +123,11 @@ def _compression_of_object(
 ) -> Job:
     """Return the job that compresses a posterior, of a run if that is known, whose network no recipe could build."""
     last, scales = load_recipe(into), load_recipe(first)
-    if known is not None and data is None:  # on the data that it has learnt, as it has learnt it
-        last, scales = (recipe.model_copy(update={"data": known.recipe.data}) for recipe in (last, scales))
-        data = known.given_data()
+    if run is not None and data is None:  # on the data that it has learnt, as it has learnt it
+        last, scales = (recipe.model_copy(update={"data": run.recipe.data}) for recipe in (last, scales))
+        data = run.given_data()
         if data is None:
-            data = known.recipe.data.name if known.vocabulary is None else known.data(root)
+            data = run.recipe.data.name if run.vocabulary is None else run.data(root)
     if data is None:
         raise InputError("`data` is required: the posterior was not loaded from a run; name the data, or give a run")
     last = load_recipe(last, changes)
@@ -136,7 +136,7 @@ def _compression_of_object(
     network = posterior.materialise()
     before: Posterior | Job = posterior
     if not posterior.shareable:
-        before = _job_of_object(scales, network, posterior, data, _before(folder), seed, root)
+        before = _job_of_object(scales, network, posterior, data, _with_end(folder, "-stage1"), seed, root)
     return _job_of_object(last, network, before, data, folder, seed, root)
 
 
@@ -158,23 +158,15 @@ def _job_of_object(
     return Job(with_full_paths(Recipe.parse(table, f"recipe {recipe.name}")), folder, seed, given)
 
 
-def _beside(folder: Path) -> Path:
-    return _with_end(folder, "-shared")
-
-
-def _before(folder: Path) -> Path:
-    return _with_end(folder, "-stage1")
-
-
 def _with_end(folder: Path, end: str) -> Path:
     folder = folder if folder.name not in ("", "..") else folder.resolve()  # "." has no name
     return folder.with_name(f"{folder.name}{end}")
 
 
-def _of_ones_own(run: Run) -> Posterior | None:
+def _custom_peer(run: Run) -> Posterior | None:
     """Return the only peer that predicts, where its network came from Python and no recipe could build it again."""
-    (name, *others) = run.predicting
-    if others or run.recipe.peer(name).network != CUSTOM:
+    (name, *more) = run.predicting
+    if more or run.recipe.peer(name).network != CUSTOM:
         return None
     _check_given(run[name])
     return run[name]
@@ -197,23 +189,20 @@ def recipe_from(recipe: str | Path, source: Path, changes: Sequence[str] = (), s
         changes: of the recipe, such as ``stages.0.epochs=5``.
         start: weights file to start from, where it is another one of that network, which may not be there yet.
     """
-    base = load_recipe(recipe)
-    if len(base.peers) != 1:
-        raise InputError(f"recipe {recipe}: expected one peer, which starts from the run")
     run, (name, *_) = peers_at(source)
     if run.recipe.peer(name).network == CUSTOM:
         raise InputError(
             f"{run.folder}: peer '{name}' has a network of your own; open the run from Python, and give "
             f"peerbayes.compress its posterior"
         )
-    table = base.model_dump(exclude_none=True)
+    table = load_recipe(recipe).model_dump(exclude_none=True)
     table["data"] = run.recipe.data.model_dump(exclude_none=True)
     table["peers"][0] |= {
         "network": run.recipe.peer(name).network,
         "start_from": str((start or source).resolve()),
     }
-    for one in changes:
-        change(table, one, f"recipe {recipe}")
+    for line in changes:
+        change(table, line, f"recipe {recipe}")
     return Recipe.parse(table, f"recipe {recipe}")
 
 

@@ -68,13 +68,13 @@ def distill(
     check_teacher_overrides(overrides)
     runs, posteriors = _opened(teachers)
     chosen = load_recipe(
-        _recipe_for(len(posteriors), any(one.stochastic for one in posteriors)) if recipe is None else recipe
+        _recipe_for(len(posteriors), any(teacher.stochastic for teacher in posteriors)) if recipe is None else recipe
     )
     if data is None:
         if not runs:
             raise InputError("`data` is required: no posterior was loaded from a run; name the data, or give a run")
-        known = chosen.model_copy(update={"data": runs[0].recipe.data})
-        chosen, vocabulary = load_recipe(known, overrides), runs[0].vocabulary
+        base = chosen.model_copy(update={"data": runs[0].recipe.data})
+        chosen, vocabulary = load_recipe(base, overrides), runs[0].vocabulary
         # Teachers of texts know words by the numbers of their own vocabulary.
         data = runs[0].given_data()
         if data is None:
@@ -102,8 +102,8 @@ def distill(
     start = posteriors[0] if peer.start_from == TEACHERS and _alike(posteriors[0], into) else None
     student = kind(into, start_from=start, seed=how.get("seed", 0), name="student", **options)
     run = run or default_folder(chosen.name, how.get("seed", 0))
-    own = student.device
-    device = own if own.type != "cpu" else posteriors[0].device  # `fit` moves it, where another one is asked for
+    # `fit` moves it, where another device is asked for.
+    device = student.device if student.device.type != "cpu" else posteriors[0].device
     trained = fit({"student": student.to(device)}, data=data, recipe=chosen, run=run, teachers=posteriors, **how)
     save_networks(trained)
     return trained["student"].materialise()
@@ -114,8 +114,8 @@ def _recipe_for(teachers: int, stochastic: bool) -> str:
 
 
 def _alike(teacher: Posterior, network: nn.Module) -> bool:
-    shapes = [{name: tensor.shape for name, tensor in one.state_dict().items()}
-              for one in (teacher.materialise(), network)]  # fmt: skip
+    shapes = [{name: tensor.shape for name, tensor in module.state_dict().items()}
+              for module in (teacher.materialise(), network)]  # fmt: skip
     return shapes[0] == shapes[1]
 
 
@@ -175,8 +175,8 @@ def recipe_into(into: str | Path, runs: Sequence[str | Path], changes: Sequence[
     table["data"] = first.data.model_dump(exclude_none=True)
     table["teachers"].pop("peers", None)  # of the recipe's own teachers
     table["teachers"]["runs"] = [str(Path(run)) for run in runs]
-    for one in changes:
-        change(table, one, f"recipe {into}")
+    for line in changes:
+        change(table, line, f"recipe {into}")
     return Recipe.parse(table, f"recipe {into}")
 
 

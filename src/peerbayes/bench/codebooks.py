@@ -17,7 +17,7 @@ from peerbayes.codebook.shared import SAMPLINGS, Shared
 from peerbayes.math.noise import Address, normal
 from peerbayes.posteriors.base import Point, Posterior
 from peerbayes.posteriors.mean_field import MeanField
-from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 
 VIT = "sharing.clustering_vit_s"
@@ -107,13 +107,11 @@ class SharedWeights:
 
     def steps(self) -> Measured:
         """Time training steps of a point, a mean-field posterior and shared weights, one network alone, in turn."""
-        cohorts = {}
+        cohorts, changes = {}, [f"data.batch_size={self.plan.batch}", "data.classes=100", "gradient_share_every=0"]
         for kind, recipe in LEARNING.items():
-            table = load_recipe(f"sharing/cifar10-resnet18-{recipe}").model_dump(exclude_none=True)
-            table["data"] |= {"batch_size": self.plan.batch, "classes": 100}
-            parsed = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+            changed = load_recipe(f"sharing/cifar10-resnet18-{recipe}", changes)
             cohorts[f"sharing.{kind}_step_ms"] = Cohorts(
-                self.bench, parsed, self.plan.engine, peer=self.posterior(kind)
+                self.bench, changed, self.plan.engine, peer=self.posterior(kind)
             )
         return self.bench.steps(cohorts)
 

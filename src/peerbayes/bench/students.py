@@ -12,7 +12,7 @@ from peerbayes import networks
 from peerbayes.bench.timing import PREDICTED, Bench, Cohorts, Measured
 from peerbayes.engine.teachers import Teachers
 from peerbayes.posteriors.rank_one import RankOne
-from peerbayes.recipes.recipe import Recipe, load_recipe
+from peerbayes.recipes.recipe import load_recipe
 from peerbayes.recipes.recipe_data import network_inputs
 from peerbayes.runs.building import build_peer
 
@@ -25,12 +25,10 @@ def steps(bench: Bench) -> Measured:
     build = partial(build_peer, data=bench.data, seed=0, device=bench.device)
     cohorts: dict[str, Cohorts] = {}
     teachers: Teachers | None = None
+    changes = [f"data.batch_size={bench.plan.batch}", "data.classes=100", f"peers.0.network={bench.plan.student}"]
+    changes += ["evaluation.keep=last", "gradient_share_every=0"]
     for name in STUDENTS:
-        table = load_recipe(f"distillation/cifar10-wrn28x1-{name}-de4").model_dump(exclude_none=True)
-        table["data"] |= {"batch_size": bench.plan.batch, "classes": 100}
-        table["peers"][0]["network"] = bench.plan.student
-        table["evaluation"]["keep"] = "last"
-        recipe = Recipe.parse(table | {"gradient_share_every": 0}, "the benchmark")
+        recipe = load_recipe(f"distillation/cifar10-wrn28x1-{name}-de4", changes)
         if teachers is None:
             like = [recipe.peers[0].model_copy(update={"name": f"teacher{number}"}) for number in range(4)]
             teachers = Teachers([build(peer) for peer in like])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,10 +25,6 @@ from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.runs.building import build_peer
 from peerbayes.training.learner import Learner
 from peerbayes.training.reporters import Reporter
-
-if TYPE_CHECKING:
-    from peerbayes.choices import EngineName
-
 
 THEIRS = ("bayesian_torch_float32_step_ms", "bayesian_torch_bfloat16_step_ms")  # figures of bayesian-torch
 EPOCH, PREDICTED, DRAWS, PACKED = 50_000, 10_000, 50, 3  # images; images and draws predicted; pairs side by side

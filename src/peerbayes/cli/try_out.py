@@ -49,7 +49,7 @@ def doctor(data_root: DataRoot = None, as_json: Json = False) -> None:
     from peerbayes import doctor as room
 
     record = room.examine(data_root)
-    say(json.dumps(record, indent=1) if as_json else room.told(record))
+    say(json.dumps(record, indent=1) if as_json else room.text(record))
     if not record["works"]:
         raise typer.Exit(1)
 

@@ -60,7 +60,7 @@ def drawn_from(book: Book, sampling: Sampling, share: Tensor | None = None) -> l
         sampling: ``hierarchical``, ``moment`` or ``mean``.
         share: of the first component of each blended weight, (E,); by default the codebook's.
     """
-    columns, zero = _own(book), torch.zeros_like(book.outlier_mean)
+    columns, zero = _columns(book), torch.zeros_like(book.outlier_mean)
     single = [book.outlier_mean, book.outlier_std, zero, zero, zero]
     mean, *scales = (torch.cat(parts) for parts in zip(columns, _mixed(book, columns, share), single, strict=True))
     if sampling == "hierarchical":
@@ -78,7 +78,7 @@ def drawn_whole(book: Book, sampling: Sampling, noise: Tensor, share: Tensor | N
         share: of the first component of each blended weight, (E,); by default the codebook's.
     """
     rest, single = noise.split([len(noise) - len(book.outlier), len(book.outlier)])
-    m, s, a, b, c = _own(book)
+    m, s, a, b, c = _columns(book)
     if sampling == "cluster":
         drawn = m + a * rest
     else:
@@ -96,7 +96,7 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
         sampling: see `Shared`.
         mixture: whether blended weights are mixtures.
     """
-    m, s, a, b, c = _own(book)
+    m, s, a, b, c = _columns(book)
     means = torch.cat([m, *_mixed(book, [m]), book.outlier_mean])
     scales = {"mean": [s], "cluster": [a]}.get(sampling, [s, a, b, c])
     variance, share = _sum_of_squares(scales), book.blend_weight[:, 0]
@@ -112,7 +112,7 @@ def moments(book: Book, sampling: Sampling, mixture: bool) -> tuple[Tensor, Tens
     return means, torch.cat([torch.cat([variance, blended]).sqrt(), book.outlier_std])
 
 
-def _own(book: Book) -> list[Tensor]:
+def _columns(book: Book) -> list[Tensor]:
     """Return m, s, a, b, c of the components, (K,) each."""
     return [*book.component.unbind(1), *book.cholesky.unbind(1)]
 
@@ -236,15 +236,15 @@ def in_file_order(book: Codebook, sizes: Sequence[int]) -> Codebook:
 
 def _arranged(book: Codebook, sizes: Sequence[int]) -> Codebook:
     """Renumber the components so that their index codes well, for tensors of these sizes."""
-    others = torch.cat([book.outlier, book.blended]).long()
-    index = book.label.long().index_fill(0, others, len(book.component)).cpu()
+    unlabelled = torch.cat([book.outlier, book.blended]).long()
+    index = book.label.long().index_fill(0, unlabelled, len(book.component)).cpu()
     order = torch.from_numpy(arrange(index, book.component[:, 0].detach().cpu(), sizes)).to(book.label.device)
     number = order.argsort()
     return replace(
         book,
         component=book.component[order],
         cholesky=book.cholesky[order],
-        label=number[book.label.long()].index_fill(0, others, 0),
+        label=number[book.label.long()].index_fill(0, unlabelled, 0),
         blend_component=number[book.blend_component.long()],
     )
 

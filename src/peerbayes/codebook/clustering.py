@@ -264,15 +264,15 @@ def _joint(points: Tensor, components: Components) -> Iterator[tuple[Tensor, Ten
     """
     present = (components.count > 0).nonzero().squeeze(1)
     longest = _principal_axis(components.covariance[present])[0].argsort(descending=True, stable=True)
-    broad, others = present, present[:0]
+    broad, narrow = present, present[:0]
     if len(present) > BROAD + NEAR:
-        broad, others = present[longest[:BROAD]], present[longest[BROAD:]]
+        broad, narrow = present[longest[:BROAD]], present[longest[BROAD:]]
     log_weight = (components.count / components.count.sum()).log()
     room = (1 << 20) if points.device.type == "cpu" else (1 << 23)  # pairs at once
     for part in points.split(room // (BROAD + NEAR)):
         indices = broad.expand(len(part), -1)
-        if len(others):
-            indices = torch.cat([indices, others[nearest(part, components.mean[others], NEAR)]], 1)
+        if len(narrow):
+            indices = torch.cat([indices, narrow[nearest(part, components.mean[narrow], NEAR)]], 1)
         density = log_density(part.unsqueeze(1), components.mean[indices], components.covariance[indices])
         yield part, indices, log_weight[indices] + density
 

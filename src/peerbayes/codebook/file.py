@@ -150,8 +150,8 @@ def packed(posterior: Shared, anchors: bool = True) -> tuple[dict[str, Tensor], 
         outlier_codes = _coded(codes[3], 256, parts)
     else:
         grid, middle, single, spread, outlier_codes = {}, centres, mean, scales, rho
-    others = {name: fixed.pop(name) for name in list(fixed) if name == "fixed/others"}
-    tensors = grid | fixed | {"means/component": middle} | others | {"means/outlier": single}
+    other_types = {name: fixed.pop(name) for name in list(fixed) if name == "fixed/others"}
+    tensors = grid | fixed | {"means/component": middle} | other_types | {"means/outlier": single}
     tensors |= _pack_index(posterior, centres)
     tensors |= {"scales/component": spread, "scales/outlier": outlier_codes}
     if anchors and not small and posterior.prior == "anchored":
@@ -213,10 +213,10 @@ def _to_grids(
     return (middle, torch.cat(singles), torch.stack(columns), sigma_codes), torch.tensor([step, *tops, top, *steps])
 
 
-def _by_layer(places: Tensor, sizes: Sequence[int]) -> list[int]:
+def _by_layer(indices: Tensor, sizes: Sequence[int]) -> list[int]:
     """Return the number of given weights in each layer."""
     ends = torch.tensor(sizes).cumsum(0)
-    return torch.bincount(torch.bucketize(places, ends, right=True), minlength=len(sizes)).tolist()
+    return torch.bincount(torch.bucketize(indices, ends, right=True), minlength=len(sizes)).tolist()
 
 
 def _coded(symbols: Tensor, alphabet: int, parts: Sequence[int]) -> Tensor:

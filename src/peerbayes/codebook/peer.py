@@ -124,10 +124,10 @@ def _drawn(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _warn_if_barely_shared(shared: Shared, name: str) -> None:
     """Warn if most of the network is not shared, so that a file hardly becomes smaller."""
-    others = shared.rest_layout.shapes
+    unshared = shared.rest_layout.shapes
     total = shared.layout.size + shared.rest_layout.size
     if 2 * shared.layout.size < total:
-        largest = max(others, key=lambda tensor: others[tensor].numel())
+        largest = max(unshared, key=lambda tensor: unshared[tensor].numel())
         warnings.warn(
             f"peer '{name}': {shared.layout.size:,} of {total:,} weights share a codebook; the others, "
             f"mostly '{largest}', have no scales and are not shared",

@@ -336,13 +336,13 @@ class Shared(Posterior):
         mixed = pair[:, 0] != pair[:, 1]
         if bool(used.all()) and bool(mixed.all()):
             return
-        others = torch.cat([self.outlier, self.blended[mixed]])
+        alone = torch.cat([self.outlier, self.blended[mixed]])
         label = self.label.long().index_copy(0, self.blended[~mixed], pair[~mixed, 0])
         number = used.cumsum(0) - 1
         names = ("component", "cholesky", "anchor_component", "anchor_cholesky")
         book = {name: getattr(self, name)[used] for name in names}
         book |= {name: getattr(self, name)[mixed] for name in ("blended", "blend_weight")}
-        book |= {"label": number[label].index_fill(0, others, 0).int(), "blend_component": number[pair[mixed]].int()}
+        book |= {"label": number[label].index_fill(0, alone, 0).int(), "blend_component": number[pair[mixed]].int()}
         self.load_state(self.state() | {f"codebook/{name}": tensor.detach() for name, tensor in book.items()})
 
     # ---- moments ----------------------------------------------------------------------------------------------------

@@ -224,12 +224,11 @@ def load(
         loaded = loaded if stats is None else _normalised_by(stats, loaded)
     if not named:
         return replace(loaded, name=str(name))
-    options = {"validation": validation, "size": size, "stats": stats}
-    if isinstance(options["validation"], str) and not loaded.halved:
-        cut = loaded.validation is not None and source.validation is None
-        options["validation"] = len(loaded.validation) if cut and loaded.validation is not None else 0
-    written = None if text is None else {"text": asdict(text)}
-    return replace(loaded, origin={"name": _full(given, root), **options, **(written or {})})
+    if isinstance(validation, str) and not loaded.halved:
+        cut = loaded.validation if source.validation is None else None
+        validation = 0 if cut is None else len(cut)
+    origin = {"name": _full(given, root), "validation": validation, "size": size, "stats": stats}
+    return replace(loaded, origin=origin if text is None else origin | {"text": asdict(text)})
 
 
 def _normalised_by(stats: Any, loaded: Dataset) -> Dataset:
@@ -270,8 +269,8 @@ def from_arrays(
     """
     if name in READERS:
         raise InputError(f"name '{name}' is that of a known data set; choose another one for these")
-    own, count = (None, validation) if isinstance(validation, int | float | str) else (validation, 0)
-    parts = {"train": train, "test": test, "validation": own}
+    held, count = (None, validation) if isinstance(validation, int | float | str) else (validation, 0)
+    parts = {"train": train, "test": test, "validation": held}
     for part, given in parts.items():
         if part == "train" or given is not None:
             if not isinstance(given, tuple | list) or len(given) != 2:
@@ -297,54 +296,54 @@ def load_judged(given: Any, *, vocabulary: Vocabulary | None = None, size: int |
     return load({"train": whole, "test": whole}, vocabulary=vocabulary, size=size, names=names)
 
 
-def _image_data(name: str | Path, found: Source, validation: Validation, size: int | None) -> Dataset:
+def _image_data(name: str | Path, source: Source, validation: Validation, size: int | None) -> Dataset:
     parts: tuple[Stored, Stored | None, Stored]
-    own, test, notes = found.validation, found.test, found.notes
-    called = found.stand_in or "validation"
-    if found.stand_in is not None and test is not None:
+    held, test, notes = source.validation, source.test, source.notes
+    called = source.stand_in or "validation"
+    if source.stand_in is not None and test is not None:
         if validation == "half":
-            own, test = test, None
+            held, test = test, None
         else:
             notes = (*notes, f"{name}: no test split: the {len(test):,} images of '{called}' are it")
-    halved = _is_halved(own, test, validation)
-    parts, cut = divided(name, found.train, own, test, validation, called)
-    train, own, test = parts
+    halved = _is_halved(held, test, validation)
+    parts, cut = divided(name, source.train, held, test, validation, called)
+    train, held, test = parts
     if size is not None:
         _check_size(size)
-        train, test, own = train.sized(size), test.sized(size), None if own is None else own.sized(size)
-    for label, split in (("test", test), ("validation", own)):
+        train, test, held = train.sized(size), test.sized(size), None if held is None else held.sized(size)
+    for label, split in (("test", test), ("validation", held)):
         if split is not None and split.shape != train.shape:
             raise InputError(f"{name}: {label} images have shape {split.shape}, training images {train.shape}")
-    mean, std = found.stats or measure(_measured_part(train))
+    mean, std = source.stats or measure(_measured_part(train))
     return Dataset(
         name=_title(name),
         train=train,
-        validation=own,
+        validation=held,
         test=test,
-        classes=found.classes,
-        class_names=found.class_names,
+        classes=source.classes,
+        class_names=source.class_names,
         shape=train.shape,
         mean=mean,
         std=std,
-        soft_labels=found.soft_labels,
+        soft_labels=source.soft_labels,
         notes=(*notes, *cut),
-        unsplit=found.test is None,
+        unsplit=source.test is None,
         halved=halved,
     )
 
 
-def _is_halved(own: object, test: object, validation: Validation) -> bool:
-    return validation == "half" and own is not None and test is None
+def _is_halved(held: object, test: object, validation: Validation) -> bool:
+    return validation == "half" and held is not None and test is None
 
 
 def _text_data(
     name: str | Path,
-    found: Corpus,
+    corpus: Corpus,
     validation: Validation,
     options: TextOptions,
     vocabulary: Vocabulary | None,
 ) -> Dataset:
-    (train, own, test), cut = divided(name, found.train, found.validation, found.test, validation)
+    (train, held, test), cut = divided(name, corpus.train, corpus.validation, corpus.test, validation)
     vectors = None
     if vocabulary is None:
         vocabulary = Vocabulary.build(train.texts, options)
@@ -354,18 +353,18 @@ def _text_data(
     return Dataset(
         name=_title(name),
         train=_encoded(train, vocabulary),
-        validation=None if own is None else _encoded(own, vocabulary),
+        validation=None if held is None else _encoded(held, vocabulary),
         test=replace(_encoded(test, vocabulary), texts=test.texts),
-        classes=found.classes,
-        class_names=found.class_names,
+        classes=corpus.classes,
+        class_names=corpus.class_names,
         shape=(vocabulary.width,),
         mean=(),
         std=(),
         vocabulary=vocabulary,
         vectors=vectors,
-        notes=(*found.notes, *cut),
-        unsplit=found.test is None,
-        halved=_is_halved(found.validation, found.test, validation),
+        notes=(*corpus.notes, *cut),
+        unsplit=corpus.test is None,
+        halved=_is_halved(corpus.validation, corpus.test, validation),
     )
 
 
@@ -435,8 +434,8 @@ def load_outside(name: str | Path, like: Dataset, root: Path | str | None = None
         (1, 8, 8)
     """
     if name == like.name and name in names():
-        told = f"{name}: is the data that was learnt, and its test split is in distribution"
-        warnings.warn(told, PeerbayesWarning, stacklevel=2)
+        message = f"{name}: is the data that was learnt, and its test split is in distribution"
+        warnings.warn(message, PeerbayesWarning, stacklevel=2)
     if like.vocabulary is not None:
         return load_texts(name, like.vocabulary, root=root)
     split = load_images(name, root=root, size=like.shape[1])
@@ -485,9 +484,9 @@ def _located(name: str | Path, root: Path | str | None) -> str | Path:
     if isinstance(name, str) and name in READERS:
         return name
     path, base = Path(name).expanduser(), data_root(root)
-    place = next((place for place in (path, base / path) if place.exists()), None)
-    if place is not None:
-        return place
+    existing = next((candidate for candidate in (path, base / path) if candidate.exists()), None)
+    if existing is not None:
+        return existing
     beside = [str(path.parent / sibling.name) for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = nearest(str(path), [*names(), *beside])
     if name == IN_MEMORY:

@@ -231,10 +231,10 @@ class Streamed(Feed):
         self._pending.clear()
 
     def _gather(self, step: int, slot: _Slot) -> None:
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, batch_index = divmod(step, self.steps_per_epoch)
         if self._ordered is None or self._ordered[0] != epoch:
             self._ordered = epoch, self._order(epoch, _CPU)
-        begin = place * self._whole + self._begin
+        begin = batch_index * self._whole + self._begin
         index = self._ordered[1][begin : begin + self.batch_size]
         images, labels = augmented_batch(self._split, index, _CPU, self.augmented, self._noise.at(step), self._begin)
         slot.images.copy_(images)

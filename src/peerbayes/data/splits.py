@@ -199,7 +199,7 @@ class ArraySplit:
         labels = None if self.labels is None else self.labels[index.cpu()]
         if self.rows is not None:
             return ArraySplit(self.images, labels, self.rows[index.cpu()])
-        texts = None if self.texts is None else [self.texts[place] for place in index.tolist()]
+        texts = None if self.texts is None else [self.texts[number] for number in index.tolist()]
         return ArraySplit(self.images[index.to(self.images.device)], labels, texts=texts)
 
     def sized(self, size: int) -> ArraySplit:
@@ -330,15 +330,15 @@ class FolderSplit:
             first: number of the first image, where these are part of a batch.
         """
         numbers = box_numbers(address, len(index), torch.device("cpu"), first).tolist()
-        return self._decoded(index, device, lambda place, file: _crop(file, numbers[place], self.size))
+        return self._decoded(index, device, lambda row, file: _crop(file, numbers[row], self.size))
 
     def _decoded(
         self, index: Tensor, device: torch.device, decode: Callable[[int, str], NDArray[np.uint8]]
     ) -> tuple[Tensor, Tensor]:
         images = np.empty((len(index), *self.shape), np.uint8)
 
-        def put(place: int, number: int) -> None:
-            images[place] = decode(place, self.files[number]).transpose(2, 0, 1)
+        def put(row: int, number: int) -> None:
+            images[row] = decode(row, self.files[number]).transpose(2, 0, 1)
 
         for _ in _pool().map(put, range(len(index)), index.tolist()):
             pass
@@ -384,8 +384,8 @@ def decode_rgb(source: str | BinaryIO, where: str) -> Image.Image:
 def natural_size(files: Sequence[str]) -> int:
     """Return the size at which files are read unless one is given: `usual_side` of the first and a few others."""
     step = max(1, len(files) // _SIZED)
-    others = files[step::step]
-    return usual_side([min(open_rgb(files[0]).size), *(side for side in map(_shortest, others) if side)])
+    sampled = files[step::step]
+    return usual_side([min(open_rgb(files[0]).size), *(side for side in map(_shortest, sampled) if side)])
 
 
 def _shortest(file: str) -> int:

@@ -128,23 +128,23 @@ def model_card(folder: Path, about: Mapping[str, Any], run: Run | None) -> str:
 
 def _records(run: Run) -> list[Record]:
     """Return the record of a run, if it was evaluated, and those of its other seeds that lie beside it."""
-    own = run.folder / RECORD
-    if not own.is_file():
+    record_file = run.folder / RECORD
+    if not record_file.is_file():
         return []
-    record = read_json(own)
+    record = read_json(record_file)
     beside = runs_below(run.folder.resolve().parent) if re.fullmatch(r"seed\d+", run.folder.resolve().name) else []
-    others = [read_json(path / RECORD) for path in beside if (path / RECORD).is_file()]
+    siblings = [read_json(path / RECORD) for path in beside if (path / RECORD).is_file()]
     alike = ("settings_of_seed", "recipe", "dataset", "draws")
-    found = {one.get("seed"): one for one in others if all(one.get(key) == record.get(key) for key in alike)}
-    found[record.get("seed")] = record
+    seeds = {other.get("seed"): other for other in siblings if all(other.get(key) == record.get(key) for key in alike)}
+    seeds[record.get("seed")] = record
     try:
-        rows(list(found.values()))
+        rows(list(seeds.values()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = f"not a record of an evaluation ({type(error).__name__}: {error})"
+        message = f"not a record of an evaluation ({type(error).__name__}: {error})"
         raise InputError(
-            f"{own}, or that of another seed: {told}; `peerbayes evaluate {run.folder}` writes it"
+            f"{record_file}, or that of another seed: {message}; `peerbayes evaluate {run.folder}` writes it"
         ) from None
-    return sorted(found.values(), key=lambda one: int(one["seed"]))
+    return sorted(seeds.values(), key=lambda other: int(other["seed"]))
 
 
 def _judged(record: Record, about: Mapping[str, Any]) -> Record:
@@ -157,13 +157,13 @@ def _judged(record: Record, about: Mapping[str, Any]) -> Record:
 
 def _measured(about: Mapping[str, Any], run: Run | None, records: Sequence[Record]) -> bool:
     """Return whether a run's record after a temperature is of the temperatures that it has now."""
-    own = next((record for record in records if run is not None and record["seed"] == run.seed), None)
-    if own is None or run is None:
+    current = next((record for record in records if run is not None and record["seed"] == run.seed), None)
+    if current is None or run is None:
         return True
     kept = {name: run[name].temperature for name in about["peers"]}
-    kept[_judged(own, about).get("name")] = about["temperature"]  # of all peers as one, or of the only one
-    judged = [*own["peers"], _judged(own, about)]
-    then = {one.get("name"): one["temperature"] for one in judged if one.get("temperature") is not None}
+    kept[_judged(current, about).get("name")] = about["temperature"]  # of all peers as one, or of the only one
+    judged = [*current["peers"], _judged(current, about)]
+    then = {figures.get("name"): figures["temperature"] for figures in judged if figures.get("temperature") is not None}
     return all(math.isclose(then[name], kept[name], rel_tol=SAME_TEMPERATURE) for name in kept.keys() & then.keys())
 
 
@@ -176,9 +176,9 @@ def _front_matter(about: Mapping[str, Any], records: Sequence[Record], measured:
     keys = {key: calibrated if after else key for key, (calibrated, _) in METRICS.items()}
     if after and not measured:
         keys = {"accuracy": "accuracy"}
-    if judged and all(key in one for key in keys.values() for one in judged):
+    if judged and all(key in row for key in keys.values() for row in judged):
         metrics = [
-            {"type": key, "name": METRICS[key][1], "value": round(summarise(one[taken] for one in judged).mean, 5)}
+            {"type": key, "name": METRICS[key][1], "value": round(summarise(row[taken] for row in judged).mean, 5)}
             for key, taken in keys.items()
         ]
         data = records[0]["dataset"]
@@ -206,24 +206,24 @@ def _summary(about: Mapping[str, Any], run: Run | None) -> str:
     few = {name: f"a Gaussian over {count}" for name, count in _few_bayesian(run).items()}
     pairs = zip(about["peers"], about["posteriors"], strict=True)
     what = ", ".join(f"`{name}`: {few.get(name) or Posterior.of_kind(kind).in_words or kind}" for name, kind in pairs)
-    told = "" if run is None else f"{_text(run.recipe.title)}.\n\n"
+    title = "" if run is None else f"{_text(run.recipe.title)}.\n\n"
     names = about["class_names"]
     more = "" if names is None or len(names) <= SHOWN else f" and {len(names) - SHOWN} more (`config.json` has all)"
     classes = "" if names is None else f": {', '.join(_text(name) for name in names[:SHOWN])}{more}"
     return (
-        f"{told}A classifier that says how unsure it is, made by peerbayes {about['peerbayes']}. {what}.\n\n"
+        f"{title}A classifier that says how unsure it is, made by peerbayes {about['peerbayes']}. {what}.\n\n"
         f"{about['classes']} classes{classes}."
     )
 
 
 def _few_bayesian(run: Run | None) -> dict[str, str]:
     """Return how many weights of a peer have a Gaussian, for those of which most have none."""
-    found = {}
+    few = {}
     for name, posterior in ((name, run[name]) for name in run) if run is not None else ():
         all_of_them = posterior.layout.size + posterior.rest_layout.size
         if posterior.shareable and posterior.layout.size < all_of_them / 2:
-            found[name] = f"{posterior.layout.size:,} of {all_of_them:,} weights"
-    return found
+            few[name] = f"{posterior.layout.size:,} of {all_of_them:,} weights"
+    return few
 
 
 def _use(about: Mapping[str, Any], run: Run | None) -> str:
@@ -250,10 +250,10 @@ def _use(about: Mapping[str, Any], run: Run | None) -> str:
         )
     if run is not None:
         custom = any(peer.network == "custom" or ":" in peer.network for peer in run.recipe.peers)
-        own = (
+        note = (
             " Its network is code that is not in this folder: pass `networks=`, or `trust=True` to import it." * custom
         )
-        parts.append(f"With peerbayes:{own}")
+        parts.append(f"With peerbayes:{note}")
         given = '["a text", "another one"]' if about["input"] == "tokens" else '"photos/"'
         promised = "".join(
             f", {name}={promise['level']}"
@@ -347,8 +347,8 @@ def _torch_lines(about: Mapping[str, Any]) -> list[str]:
 
 def _results(about: Mapping[str, Any], run: Run | None, records: Sequence[Record], measured: bool) -> str:
     if not records:
-        told = "" if run is None else "; `peerbayes evaluate` of the run writes what this section is made of"
-        return f"## Results\n\nIt was not evaluated when it was exported{told}."
+        hint = "" if run is None else "; `peerbayes evaluate` of the run writes what this section is made of"
+        return f"## Results\n\nIt was not evaluated when it was exported{hint}."
     columns = COLUMNS
     if measured and all({key for key, _ in CALIBRATED.values()} <= set(_judged(record, about)) for record in records):
         columns = {**COLUMNS, **CALIBRATED}
@@ -402,20 +402,20 @@ def _training(run: Run) -> str:
 
 def _files(folder: Path, about: Mapping[str, Any]) -> str:
     cells = [[f"`{path.name}`", f"{path.stat().st_size:,}"] for path in sorted(folder.iterdir()) if path.is_file()]
-    told = [f"A prediction takes {about['passes']} pass{'es' * (about['passes'] != 1)} of a network."]
+    facts = [f"A prediction takes {about['passes']} pass{'es' * (about['passes'] != 1)} of a network."]
     if about["to"] == "onnx":
-        told += [f"ONNX, opset {about['opset']}."]
+        facts += [f"ONNX, opset {about['opset']}."]
     if about["to"] != "hub":
-        told += [f"The program's outputs were at most {about['error']:.1e} from peerbayes's own when it was written."]
+        facts += [f"The program's outputs were at most {about['error']:.1e} from peerbayes's own when it was written."]
     if about["codebook"] == "lookup":
-        told += ["Shared weights are looked up in a table as the program runs."]
-    return f"## Files\n\n{_table(['file', 'bytes'], cells)}\n\n{' '.join(told)}"
+        facts += ["Shared weights are looked up in a table as the program runs."]
+    return f"## Files\n\n{_table(['file', 'bytes'], cells)}\n\n{' '.join(facts)}"
 
 
 def _certificate(about: Mapping[str, Any]) -> str:
     """Return what is promised of predictions, and what it was shown on."""
     certificate = Certificate.parse(about["certificate"], "certificate")
-    promises = "\n".join(f"- {_text(one)}" for one in certificate.describe(about["class_names"]))
+    promises = "\n".join(f"- {_text(sentence)}" for sentence in certificate.describe(about["class_names"]))
     draws = f"{certificate.draws} draws of each peer, " * _stochastic(about)
     return (
         f"## Certificate\n\n{promises}\n\nShown on {certificate.images:,} inputs of {_text(certificate.data)}; "

@@ -11,6 +11,7 @@ from peerbayes.inference.prediction import Prediction, entropy_of, mean_of
 from peerbayes.math.noise import Address, integers, keys_of, normal, normal_from, start_at, uniform
 from peerbayes.networks.running import evaluating
 from peerbayes.posteriors.base import Posterior
+from peerbayes.runs.new_inputs import as_one
 
 TOLERANCE = 1e-4  # of probabilities, entropy and disagreement
 CHECKED = 3  # draws that a file is compared with, where it can make any number
@@ -48,7 +49,8 @@ def expected(
         draws: of each posterior.
         temperature: of all as one.
     """
-    return as_one([p.predict(inputs, draws[name], calibrated=False) for name, p in posteriors.items()], temperature)
+    parts = [posterior.predict(inputs, draws[name], calibrated=False) for name, posterior in posteriors.items()]
+    return as_one(parts).tempered(temperature)
 
 
 def expected_of(posterior: Posterior, inputs: Tensor, flats: Iterator[Tensor], temperature: float) -> Prediction:
@@ -91,25 +93,13 @@ def forked_noise(posterior: Posterior, seed: int, draws: int) -> Tensor:
     )
 
 
-def error_of(found: Sequence[Tensor], wanted: Prediction) -> float:
+def error_of(outputs: Sequence[Tensor], wanted: Prediction) -> float:
     """Return the largest difference of outputs from a prediction; infinity where one is not a number.
 
     Args:
-        found: probabilities, entropy and disagreement.
+        outputs: probabilities, entropy and disagreement.
         wanted: what they should be.
     """
-    pairs = zip(found, (wanted.probabilities, wanted.entropy, wanted.disagreement), strict=True)
-    errors = [float((one - other).abs().max()) if one.shape == other.shape else torch.inf for one, other in pairs]
+    pairs = zip(outputs, (wanted.probabilities, wanted.entropy, wanted.disagreement), strict=True)
+    errors = [float((value - other).abs().max()) if value.shape == other.shape else torch.inf for value, other in pairs]
     return max(torch.inf if error != error else error for error in errors)
-
-
-def as_one(parts: Sequence[Prediction], temperature: float) -> Prediction:
-    """Return the average of several posteriors' predictions.
-
-    Args:
-        parts: at temperature 1.
-        temperature: of the average.
-    """
-    log_p = mean_of(torch.stack([part.log_probabilities for part in parts]))
-    entropy = torch.stack([part.expected_entropy for part in parts]).mean(0)
-    return Prediction(log_p, entropy, parts[0].draws, parts[0].address).tempered(temperature)

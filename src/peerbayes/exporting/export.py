@@ -21,12 +21,13 @@ from peerbayes.errors import InputError, nearest
 from peerbayes.exporting import checking, program_files
 from peerbayes.exporting.card import model_card
 from peerbayes.exporting.program import NOISES, OUTPUTS, Program, part_of
-from peerbayes.exporting.repository import WEIGHTS, config_of, write_run
+from peerbayes.exporting.repository import config_of, write_run
 from peerbayes.networks.inputs import Normalize
 from peerbayes.networks.normalisation import normalization_of
 from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
-from peerbayes.runs.run import CONFIG, Run, peers_at, run_of
+from peerbayes.runs.new_inputs import as_one
+from peerbayes.runs.run import CONFIG, WEIGHTS, Run, peers_at, run_of
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 DRAWS = 50  # of a posterior that no run tells how many
@@ -115,28 +116,33 @@ def export(
         raise InputError(f"there is no format '{to}'{nearest(str(to), get_args(ExportFormat))}")
     if to == "onnx":
         _check_opset(opset)
-    known = _known(source, shape, trust)
-    options = _options(known, noise, draws, codebook)
-    folder = _folder(known, to, out)
+    opened = _opened(source, shape, trust)
+    options = _options(opened, noise, draws, codebook)
+    folder = _folder(opened, to, out)
     with _made(folder) as aside:
-        about: dict[str, Any] = _about(known, to, options)
+        about: dict[str, Any] = _about(opened, to, options)
         error, size = None, 0
-        _write_weights(aside, known)  # which rounds shared weights, where that was not done yet
+        for name, posterior in opened.posteriors.items():  # which rounds shared weights, where that was not done yet
+            alone = len(opened.posteriors) == 1
+            posterior.save(aside / (WEIGHTS if alone else f"weights-{name}.safetensors"), anchors=False)
         if to != "hub":
             if to == "onnx":
                 about["opset"] = opset
             path = aside / FILES[to]
-            error = _write(path, known, options, about)
+            error = _write(path, opened, options, about)
             size = path.stat().st_size
             about |= {"error": error, "bytes": size, "file": FILES[to]}
-        _write_repository(aside, known, about)
+        if opened.run is not None:
+            write_run(aside, opened.run, list(opened.posteriors))
+        storage.write_bytes(aside / CONFIG, config_of(about, opened.run).encode())
+        storage.write_bytes(aside / "README.md", model_card(aside, about, opened.run).encode())
     return Exported(folder, folder / FILES[to] if to != "hub" else None, about, error, size)
 
 
 # ---- what is exported ------------------------------------------------------------------------------------------------
 
 
-def _known(source: Any, shape: tuple[int, ...] | None, trust: bool) -> _Source:
+def _opened(source: Any, shape: tuple[int, ...] | None, trust: bool) -> _Source:
     """Return copies of the posteriors on the CPU, which draw as the run's predictions do."""
     if isinstance(source, Posterior):
         run, posteriors = run_of(source), {source.name: source}
@@ -176,19 +182,15 @@ class _Options:
     draws: dict[str, int]  # of each peer
     codebook: ExportCodebook
 
-    @property
-    def passes(self) -> int:
-        return sum(self.draws.values())
 
-
-def _options(known: _Source, noise: ExportNoise | None, draws: int | None, codebook: ExportCodebook | None) -> _Options:
+def _options(model: _Source, noise: ExportNoise | None, draws: int | None, codebook: ExportCodebook | None) -> _Options:
     if noise is not None and noise not in NOISES:
         raise InputError(f"there is no noise '{noise}'{nearest(str(noise), NOISES)}")
     if codebook not in (None, "lookup", "plain"):
         raise InputError(f"codebook is '{codebook}', expected lookup or plain")
     if draws is not None and not (isinstance(draws, SupportsIndex) and operator.index(draws) >= 1):
         raise InputError(f"draws is {draws!r}, expected a whole number of at least 1")
-    varied = [posterior for posterior in known.posteriors.values() if posterior.stochastic]
+    varied = [posterior for posterior in model.posteriors.values() if posterior.stochastic]
     for option, value in (("noise", noise), ("draws", draws)):
         if not varied and value not in (None, "none"):
             raise InputError(f"{option} is {value!r}, but nothing is drawn: the network has one set of weights")
@@ -197,10 +199,10 @@ def _options(known: _Source, noise: ExportNoise | None, draws: int | None, codeb
         noise = "baked" if members else "seed" if varied else "none"
     if noise == "none" and draws is not None:
         raise InputError(f"draws is {draws}, but noise 'none' is one pass with the mean weights: leave out one of them")
-    if noise == "input" and len(known.posteriors) > 1:
-        raise InputError(f"noise is 'input', but there are peers {', '.join(known.posteriors)}: export one of their "
+    if noise == "input" and len(model.posteriors) > 1:
+        raise InputError(f"noise is 'input', but there are peers {', '.join(model.posteriors)}: export one of their "
                          "weights files, or take noise 'seed'")  # fmt: skip
-    if codebook is not None and not any(posterior.made_of_posterior for posterior in known.posteriors.values()):
+    if codebook is not None and not any(posterior.made_of_posterior for posterior in model.posteriors.values()):
         raise InputError(f"codebook is '{codebook}', but no peer's weights share one")
     if codebook == "plain" and noise in ("seed", "input"):
         raise InputError(f"codebook is 'plain', but noise '{noise}' draws by looking weights up: take noise 'baked' or "
@@ -210,10 +212,10 @@ def _options(known: _Source, noise: ExportNoise | None, draws: int | None, codeb
             "codebook is 'lookup', but baked draws are plain weights: take noise 'seed', or codebook 'plain'"
         )
     if draws is None:  # those that promises are of, where there are any
-        evaluated = DRAWS if known.run is None else known.run.recipe.evaluation.draws
-        draws = (known.certificate or {}).get("draws") or evaluated
+        evaluated = DRAWS if model.run is None else model.run.recipe.evaluation.draws
+        draws = (model.certificate or {}).get("draws") or evaluated
     counts = {}
-    for name, posterior in known.posteriors.items():
+    for name, posterior in model.posteriors.items():
         most = draws if posterior.noise_size else min(draws, posterior.members)  # of which more say nothing new
         counts[name] = most if posterior.stochastic and noise != "none" else 1
     return _Options(noise, counts, codebook or ("plain" if noise == "baked" else "lookup"))
@@ -225,32 +227,32 @@ def _check_opset(opset: Any) -> None:
         raise InputError(f"opset is {opset!r}, expected {program_files.OPSET} to {newest}")
 
 
-def _about(known: _Source, to: ExportFormat, options: _Options) -> dict[str, Any]:
+def _about(model: _Source, to: ExportFormat, options: _Options) -> dict[str, Any]:
     """Return what metadata say of a program, JSON-ready."""
-    first, run = next(iter(known.posteriors.values())), known.run
+    first, run = next(iter(model.posteriors.values())), model.run
     about = run.about if run is not None else {}
     images = {"images": "float32 in [0, 1] (bytes / 255), channels first", "margin": about.get("margin", 1.0)}
-    texts = {"tokens": "int32", "below": known.tokens, "padding": (about.get("inputs") or {}).get("padding", 0)}
+    texts = {"tokens": "int32", "below": model.tokens, "padding": (about.get("inputs") or {}).get("padding", 0)}
     return {
         "peerbayes": peerbayes.__version__,
         "to": to,
-        "peers": list(known.posteriors),
-        "posteriors": [posterior.kind for posterior in known.posteriors.values()],
-        "task": "text-classification" if known.tokens else "image-classification",
-        "input": _input_name(known),
-        "input_shape": list(known.shape),
-        "preprocessing": texts if known.tokens else images,
-        "normalization": None if known.tokens else _normalization(first),
+        "peers": list(model.posteriors),
+        "posteriors": [posterior.kind for posterior in model.posteriors.values()],
+        "task": "text-classification" if model.tokens else "image-classification",
+        "input": "tokens" if model.tokens else "images",
+        "input_shape": list(model.shape),
+        "preprocessing": texts if model.tokens else images,
+        "normalization": None if model.tokens else _normalization(first),
         "outputs": list(OUTPUTS),
-        "classes": _classes(known),
+        "classes": _classes(model),
         "class_names": None if first.class_names is None else list(first.class_names),
-        "temperature": known.temperature,
+        "temperature": model.temperature,
         "noise": options.noise,
         "draws": options.draws,
         "noise_size": first.noise_size if options.noise == "input" else None,
-        "passes": options.passes,
-        "codebook": options.codebook if any(p.made_of_posterior for p in known.posteriors.values()) else None,
-        "certificate": known.certificate,
+        "passes": sum(options.draws.values()),
+        "codebook": options.codebook if any(p.made_of_posterior for p in model.posteriors.values()) else None,
+        "certificate": model.certificate,
     }
 
 
@@ -263,32 +265,28 @@ def _normalization(posterior: Posterior) -> dict[str, list[float]] | None:
     return None if stats is None else {"mean": list(stats[0]), "std": list(stats[1])}
 
 
-def _input_name(known: _Source) -> str:
-    return "tokens" if known.tokens else "images"
-
-
-def _classes(known: _Source) -> int:
-    if known.run is not None:
-        return known.run.network_inputs().classes
-    first = next(iter(known.posteriors.values()))
-    return len(first.predict(checking.inputs_like(known.shape, known.tokens, 2), 1).log_probabilities[0])
+def _classes(model: _Source) -> int:
+    if model.run is not None:
+        return model.run.network_inputs().classes
+    first = next(iter(model.posteriors.values()))
+    return len(first.predict(checking.inputs_like(model.shape, model.tokens, 2), 1).log_probabilities[0])
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, known: _Source, options: _Options, about: Mapping[str, Any]) -> float:
+def _write(path: Path, model: _Source, options: _Options, about: Mapping[str, Any]) -> float:
     """Write the program; return how far its outputs are from peerbayes's own, or refuse it."""
     # First peerbayes itself, which says what a network can't take, and finds out whether it can take views.
-    wanted = {batch: _wanted(known, options, batch) for batch in checking.SIZES}
-    classes, name = about["classes"], _input_name(known)
+    wanted = {batch: _wanted(model, options, batch) for batch in checking.SIZES}
+    classes, name = about["classes"], about["input"]
     parts = [
         part_of(posterior, classes, options.noise, options.draws[peer], options.codebook)
-        for peer, posterior in known.posteriors.items()
+        for peer, posterior in model.posteriors.items()
     ]
-    program = Program(parts, known.temperature)
-    example = {name: checking.inputs_like(known.shape, known.tokens, 2)}
-    first = next(iter(known.posteriors.values()))
+    program = Program(parts, model.temperature)
+    example = {name: checking.inputs_like(model.shape, model.tokens, 2)}
+    first = next(iter(model.posteriors.values()))
     given = {"seed": torch.tensor(0), "draws": torch.tensor(checking.CHECKED)}
     if "noise" in program.extra:
         given["noise"] = checking.noise_of(first, 2)
@@ -302,7 +300,7 @@ def _write(path: Path, known: _Source, options: _Options, about: Mapping[str, An
     run, error = program_files.run_onnx if onnx else program_files.run_torch, 0.0
     for batch, cases in wanted.items():
         for feeds, prediction in cases:
-            shown = {name: checking.inputs_like(known.shape, known.tokens, batch)} | feeds
+            shown = {name: checking.inputs_like(model.shape, model.tokens, batch)} | feeds
             error = max(error, checking.error_of(run(path, shown), prediction))
     if not error <= checking.TOLERANCE:
         raise InputError(f"the program's outputs differ from peerbayes's own by {error:.1e}, expected at most "
@@ -310,27 +308,27 @@ def _write(path: Path, known: _Source, options: _Options, about: Mapping[str, An
     return error
 
 
-def _wanted(known: _Source, options: _Options, batch: int) -> list[tuple[dict[str, Tensor], Any]]:
+def _wanted(model: _Source, options: _Options, batch: int) -> list[tuple[dict[str, Tensor], Any]]:
     """Return inputs beside a batch, and what peerbayes predicts with them."""
-    inputs, counts = checking.inputs_like(known.shape, known.tokens, batch), options.draws
-    first = next(iter(known.posteriors.values()))
+    inputs, counts = checking.inputs_like(model.shape, model.tokens, batch), options.draws
+    first = next(iter(model.posteriors.values()))
     if options.noise == "seed":
-        few = {name: checking.CHECKED if posterior.stochastic else 1 for name, posterior in known.posteriors.items()}
-        cases = [({"seed": torch.tensor(0)}, checking.expected(known.posteriors, inputs, few, known.temperature))]
-        if len(known.posteriors) == 1:
+        few = {name: checking.CHECKED if posterior.stochastic else 1 for name, posterior in model.posteriors.items()}
+        cases = [({"seed": torch.tensor(0)}, checking.expected(model.posteriors, inputs, few, model.temperature))]
+        if len(model.posteriors) == 1:
             noise = checking.forked_noise(first, 1, checking.CHECKED)
-            cases.append(({"seed": torch.tensor(1)}, _placed(first, inputs, noise, known.temperature)))
+            cases.append(({"seed": torch.tensor(1)}, _placed(first, inputs, noise, model.temperature)))
         return [(seed | {"draws": torch.tensor(checking.CHECKED)}, wanted) for seed, wanted in cases]
     if options.noise == "input":
         noise = checking.noise_of(first, checking.CHECKED)
-        return [({"noise": noise}, _placed(first, inputs, noise, known.temperature))]
+        return [({"noise": noise}, _placed(first, inputs, noise, model.temperature))]
     if options.noise == "none":
         wanted = [
             checking.expected_of(posterior, inputs, iter([posterior.place(None)[0].detach()]), 1.0)
-            for posterior in known.posteriors.values()
+            for posterior in model.posteriors.values()
         ]
-        return [({}, checking.as_one(wanted, known.temperature))]
-    return [({}, checking.expected(known.posteriors, inputs, counts, known.temperature))]
+        return [({}, as_one(wanted).tempered(model.temperature))]
+    return [({}, checking.expected(model.posteriors, inputs, counts, model.temperature))]
 
 
 def _placed(posterior: Posterior, inputs: Tensor, noise: Tensor, temperature: float) -> Any:
@@ -341,15 +339,15 @@ def _placed(posterior: Posterior, inputs: Tensor, noise: Tensor, temperature: fl
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _folder(known: _Source, to: ExportFormat, out: str | Path | None) -> Path:
+def _folder(model: _Source, to: ExportFormat, out: str | Path | None) -> Path:
     if out is None:
-        if known.run is None:
+        if model.run is None:
             raise InputError(
                 "`out` is required: the posterior was not loaded from a run, beside which the folder would lie"
             )
-        place = known.run.named
-        place = place if place.name not in ("", "..") else place.resolve()
-        out = place.with_name(f"{place.name}-{to}")
+        path = model.run.named
+        path = path if path.name not in ("", "..") else path.resolve()
+        out = path.with_name(f"{path.name}-{to}")
     folder = Path(out).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise InputError(f"{folder}: is there already; choose another folder for the export, or remove it")
@@ -371,16 +369,3 @@ def _made(folder: Path) -> Iterator[Path]:
         storage.sync_folder(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _write_weights(aside: Path, known: _Source) -> None:
-    for name, posterior in known.posteriors.items():
-        path = aside / (WEIGHTS if len(known.posteriors) == 1 else f"weights-{name}.safetensors")
-        posterior.save(path, anchors=False)
-
-
-def _write_repository(aside: Path, known: _Source, about: Mapping[str, Any]) -> None:
-    if known.run is not None:
-        write_run(aside, known.run, list(known.posteriors))
-    storage.write_bytes(aside / CONFIG, config_of(about, known.run).encode())
-    storage.write_bytes(aside / "README.md", model_card(aside, about, known.run).encode())

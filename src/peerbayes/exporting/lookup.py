@@ -72,6 +72,6 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """
     begin = torch.arange(count) * bits
     word, shift = begin >> 5, begin & (WORD - 1)
-    low, high = ((words.index_select(0, place).long() & 0xFFFFFFFF) for place in (word, word + 1))
+    low, high = ((words.index_select(0, index).long() & 0xFFFFFFFF) for index in (word, word + 1))
     # By its long name, which ONNX has an operator for. What the sign bit fills in on the left is masked out.
     return torch.bitwise_right_shift(low | (high << WORD), shift) & ((1 << bits) - 1)

@@ -201,12 +201,12 @@ class Program(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `OUTPUTS`; ``first`` and ``second`` are the inputs that ``extra`` names."""
         given = dict(zip(self.extra, (first, second), strict=False))
-        found = [part(inputs, *(given[name] for name in part.extra)) for part in cast(Iterable[Part], self.parts)]
-        log_p, expected = found[0]
-        if found[1:]:
+        outputs = [part(inputs, *(given[name] for name in part.extra)) for part in cast(Iterable[Part], self.parts)]
+        log_p, expected = outputs[0]
+        if outputs[1:]:
             log_p, expected = (
-                mean_of(torch.stack([one for one, _ in found])),
-                torch.stack([h for _, h in found]).mean(0),
+                mean_of(torch.stack([part_log_p for part_log_p, _ in outputs])),
+                torch.stack([h for _, h in outputs]).mean(0),
             )
         disagreement = (_entropy(log_p) - expected).clamp_min(0)
         if self.temperature != 1:

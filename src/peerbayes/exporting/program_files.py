@@ -63,20 +63,20 @@ def traced(program: Program, example: Mapping[str, Tensor]) -> ExportedProgram:
     return exported
 
 
-def _prune(found: ExportedProgram) -> None:
+def _prune(exported: ExportedProgram) -> None:
     """Drop what only training needs, and where each operation came from."""
-    nodes = {node.name: node for node in found.graph.nodes}
+    nodes = {node.name: node for node in exported.graph.nodes}
     kept = []
-    for spec in found.graph_signature.input_specs:
+    for spec in exported.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT or node.users:
             kept.append(spec)
             continue
-        found.graph.erase_node(node)
-        found.state_dict.pop(str(spec.target), None)
-        found.constants.pop(str(spec.target), None)
-    found.graph_signature.input_specs[:] = kept
-    for module in found.graph_module.modules():
+        exported.graph.erase_node(node)
+        exported.state_dict.pop(str(spec.target), None)
+        exported.constants.pop(str(spec.target), None)
+    exported.graph_signature.input_specs[:] = kept
+    for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
                 for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node"):
@@ -84,37 +84,37 @@ def _prune(found: ExportedProgram) -> None:
             module.recompile()
 
 
-def write_torch(path: Path, found: ExportedProgram, about: Mapping[str, Any]) -> None:
+def write_torch(path: Path, graph: ExportedProgram, about: Mapping[str, Any]) -> None:
     """Write a graph as a file of `torch.export`, ``.pt2``; `torch.export.load` reads it.
 
     Args:
         path: the file.
-        found: the graph.
+        graph: the graph.
         about: what is said of it, JSON-ready; ``extra_files`` of `torch.export.load` has it under `ABOUT`.
     """
     with _quiet():
-        torch.export.save(found, path, extra_files={ABOUT: json.dumps(about)})
+        torch.export.save(graph, path, extra_files={ABOUT: json.dumps(about)})
 
 
-def write_onnx(path: Path, found: ExportedProgram, names: Sequence[str], about: Mapping[str, Any], opset: int) -> None:
+def write_onnx(path: Path, graph: ExportedProgram, names: Sequence[str], about: Mapping[str, Any], opset: int) -> None:
     """Write a graph as one ONNX file.
 
     Args:
         path: the file.
-        found: the graph.
+        graph: the graph.
         names: of its inputs.
         about: what is said of it, JSON-ready, in its metadata.
         opset: version of ONNX's operators.
     """
     onnx, onnxscript, _ = needed()
-    large = sum(tensor.nbytes for tensor in found.state_dict.values())
+    large = sum(tensor.nbytes for tensor in graph.state_dict.values())
     if large > MAX_ONNX_BYTES:
         size = f"{large / 1e9:.1f}"
         raise InputError(f"an ONNX file holds 2 GB, this one would have {size}: bake fewer draws, or take noise 'seed'")
     try:
         with _quiet():
             made = torch.onnx.export(
-                found, dynamo=True, opset_version=opset, optimize=False, verbose=False,
+                graph, dynamo=True, opset_version=opset, optimize=False, verbose=False,
                 input_names=list(names), output_names=list(OUTPUTS),
             )  # fmt: skip
             assert made is not None

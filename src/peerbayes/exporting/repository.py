@@ -18,9 +18,7 @@ from typing import Any
 
 from peerbayes.posteriors import storage
 from peerbayes.recipes.recipe import without_folders
-from peerbayes.runs.run import WEIGHTS, Run
-
-__all__ = ["WEIGHTS", "config_of", "write_run"]
+from peerbayes.runs.run import Run
 
 
 def config_of(about: Mapping[str, Any], run: Run | None) -> str:

@@ -98,16 +98,16 @@ def settle(
     if stats is None and inputs.asked:
         stats = inputs.mean, inputs.std
     if stats is None:
-        known, trained = own_statistics(network), looks_trained(network, tensors)
+        noted, trained = own_statistics(network), looks_trained(network, tensors)
         trained = started or trained
-        if known is not None:
-            fits = len(known[0]) == inputs.shape[0] and trained is not False
-            stats = known if fits else (inputs.mean, inputs.std)
+        if noted is not None:
+            fits = len(noted[0]) == inputs.shape[0] and trained is not False
+            stats = noted if fits else (inputs.mean, inputs.std)
         elif trained:
-            told = (f"{who} {'is' if started else 'looks'} trained, and nothing tells which mean and deviation its "
+            note = (f"{who} {'is' if started else 'looks'} trained, and nothing tells which mean and deviation its "
                     "images were normalised by: it is given them in [0, 1]; pass normalize=(mean, std), 'imagenet' or "
                     "'data', or normalize=None if [0, 1] is right (of the command adopt: --normalize)")  # fmt: skip
-            warnings.warn(told, PeerbayesWarning, stacklevel=2)
+            warnings.warn(note, PeerbayesWarning, stacklevel=2)
     if stats is None:
         setattr(network, _SETTLED, True)
     else:

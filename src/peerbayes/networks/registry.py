@@ -74,15 +74,15 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     builder = imported(path, "network")
     if not callable(builder):
         raise InputError(f"network '{path}' is {type(builder).__name__}, expected a function")
-    known = {**dict.fromkeys(("classes", "num_classes"), inputs.classes),
+    sizes = {**dict.fromkeys(("classes", "num_classes"), inputs.classes),
              **dict.fromkeys(("channels", "in_channels", "in_chans"), inputs.shape[0])}  # fmt: skip
-    wanted = _wanted(builder, known)
+    wanted = _wanted(builder, sizes)
     try:
-        built = builder(inputs) if wanted is None else builder(**{name: known[name] for name in wanted})
+        built = builder(inputs) if wanted is None else builder(**{name: sizes[name] for name in wanted})
     except InputError:
         raise
     except Exception as error:
-        given = "inputs" if wanted is None else ", ".join(f"{name}={known[name]}" for name in wanted)
+        given = "inputs" if wanted is None else ", ".join(f"{name}={sizes[name]}" for name in wanted)
         raise InputError(
             f"network '{path}' can't be built: called with ({given}), it says: {reason(error)}; it may "
             "take inputs (peerbayes.networks.Inputs), num_classes and in_channels, or nothing"
@@ -92,17 +92,17 @@ def _from_user(path: str, inputs: Inputs) -> nn.Module:
     return built
 
 
-def _wanted(builder: Callable[..., Any], known: Mapping[str, int]) -> list[str] | None:
+def _wanted(builder: Callable[..., Any], sizes: Mapping[str, int]) -> list[str] | None:
     """Return what of the data a builder takes by name; None for one that takes `Inputs`, as its first argument."""
     try:
         parameters = list(inspect.signature(builder).parameters.values())
     except (TypeError, ValueError):  # of a built-in
         return None
-    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    needed = [one.name for one in parameters if one.name in named and one.default is one.empty]
-    if "inputs" in named or any(one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in parameters):
+    named = [arg.name for arg in parameters if arg.kind in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY)]
+    needed = [arg.name for arg in parameters if arg.name in named and arg.default is arg.empty]
+    if "inputs" in named or any(arg.kind not in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY) for arg in parameters):
         return None
-    return [name for name in named if name in known] if set(needed) <= set(known) else None
+    return [name for name in named if name in sizes] if set(needed) <= set(sizes) else None
 
 
 AUTO = "auto"

@@ -94,15 +94,15 @@ class CharCNN(nn.Module):
         if inputs.tokens != CHARACTERS + 1:
             raise InputError("CharCNN needs texts with tokens = 'characters'")
         (length,) = inputs.shape
-        places = (((length - 6) // 3 - 6) // 3 - 8) // 3
-        if places < 1:
+        positions = (((length - 6) // 3 - 6) // 3 - 8) // 3
+        if positions < 1:
             raise InputError(f"CharCNN needs texts of at least 123 characters, got length {length}")
         self.register_buffer("characters", torch.arange(1, CHARACTERS + 1).view(1, -1, 1), persistent=False)
         self.conv1 = self._block(CHARACTERS, 7, pooled=True)
         self.conv2 = self._block(256, 7, pooled=True)
         self.conv3, self.conv4, self.conv5 = (self._block(256, 3, pooled=False) for _ in range(3))
         self.conv6 = self._block(256, 3, pooled=True)
-        sizes = (256 * places, units, units)
+        sizes = (256 * positions, units, units)
         self.hidden = nn.Sequential(
             *(nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Dropout(0.5)) for a, b in itertools.pairwise(sizes))
         )

@@ -171,28 +171,28 @@ def _lines(path: list[str], before: Any, after: Any) -> Iterator[str]:
         return
     tables = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
     if tables and all(isinstance(item, dict) for item in (*before, *after)):
-        for place, pair in enumerate(zip(before, after, strict=True)):
-            yield from _lines([*path, str(place)], *pair)
+        for index, pair in enumerate(zip(before, after, strict=True)):
+            yield from _lines([*path, str(index)], *pair)
         return
     key = io.StringIO()
     csv.writer(key, delimiter=".", lineterminator="").writerow(path)
-    bare = _told(after) if isinstance(after, str) else ""
-    yield f"{key.getvalue()}={bare if bare and _value(bare) == bare else _toml(after)}"
+    bare = _without_folder(after) if isinstance(after, str) else ""
+    yield f"{key.getvalue()}={bare if bare and read_value(bare) == bare else _toml(after)}"
 
 
 def without_folders(recipe: Recipe) -> Recipe:
     """Return a recipe that names files and folders, but not where they lie on this machine."""
     table = recipe.model_dump(exclude_none=True)
     data, evaluation = table["data"], table["evaluation"]
-    table["name"], data["name"] = _told(table["name"]), _told(data["name"])
+    table["name"], data["name"] = _without_folder(table["name"]), _without_folder(data["name"])
     for key in ("vectors", "tokenizer") if "text" in data else ():
-        data["text"][key] = _told(data["text"][key])
+        data["text"][key] = _without_folder(data["text"][key])
     for peer in table["peers"]:
         if "start_from" in peer:
-            peer["start_from"] = _told(peer["start_from"])
+            peer["start_from"] = _without_folder(peer["start_from"])
     if "teachers" in table:
-        table["teachers"]["runs"] = [_told(run) for run in table["teachers"]["runs"]]
-    evaluation["out_of_distribution"] = [_told(name) for name in evaluation["out_of_distribution"]]
+        table["teachers"]["runs"] = [_without_folder(run) for run in table["teachers"]["runs"]]
+    evaluation["out_of_distribution"] = [_without_folder(name) for name in evaluation["out_of_distribution"]]
     return Recipe.parse(table, f"recipe {recipe.name}")
 
 
@@ -205,14 +205,14 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if value is None:
         return "none"
-    return tomli_w.dumps({"value": _told(value) if isinstance(value, str) else value})[len("value = ") : -1]
+    return tomli_w.dumps({"value": _without_folder(value) if isinstance(value, str) else value})[len("value = ") : -1]
 
 
 def _toml_key(key: str) -> str:
     return tomli_w.dumps({key: 0})[: -len(" = 0\n")]
 
 
-def _told(value: str) -> str:
+def _without_folder(value: str) -> str:
     path = Path(value)
     kept = 2 if is_weights_file(path) else 1  # all weights files have names alike
     return "/".join(path.parts[-kept:]) if path.is_absolute() else value
@@ -287,15 +287,15 @@ def _find(recipe: Any) -> tuple[Path, str, str]:
     if not isinstance(recipe, str | Path):
         kind = type(recipe).__name__
         raise InputError(f"recipe is of type {kind}, expected a name, a file or a Recipe (Recipe.parse makes one)")
-    known = packaged()
-    if str(recipe) in known:
-        return known[str(recipe)], f"recipe {recipe}", str(recipe)
+    by_name = packaged()
+    if str(recipe) in by_name:
+        return by_name[str(recipe)], f"recipe {recipe}", str(recipe)
     path = Path(recipe)
     if path.is_file():
         return path, str(path), path.stem
     if path.suffix == ".toml":
         raise InputError(f"{path}: no such recipe file")
-    near = nearest(str(recipe), known)
+    near = nearest(str(recipe), by_name)
     hint = near if near.startswith("; did") else "; see 'peerbayes recipes list'"
     raise InputError(f"there is no recipe '{recipe}'{hint}")
 
@@ -315,7 +315,7 @@ def change(table: dict[str, Any], override: str, origin: str) -> None:
     parts[0] = {"stage": "stages", "peer": "peers"}.get(parts[0], parts[0])
     if parts[0] not in Recipe.model_fields and (meant := _meant(parts, table)):
         raise InputError(f"{origin}: --set {override}: there is no key '{path}'{meant}")
-    _put(table, parts, _value(text), f"{origin}: --set {override}")
+    _put(table, parts, read_value(text), f"{origin}: --set {override}")
 
 
 def _meant(parts: Sequence[str], table: Mapping[str, Any]) -> str:
@@ -339,18 +339,19 @@ def keys_meant(parts: Sequence[str], recipe: Recipe) -> str:
 
 def _paths(above: tuple[str, ...], node: Any) -> Iterator[tuple[str, ...]]:
     """Yield the keys of all tables and values, with ``*`` for the place in a list of tables."""
-    pairs = node.items() if isinstance(node, dict) else (("*", one) for one in node if isinstance(one, dict))
+    pairs = node.items() if isinstance(node, dict) else (("*", item) for item in node if isinstance(item, dict))
     for key, value in pairs:
         yield (*above, key)
         if isinstance(value, dict | list):
             yield from _paths((*above, key), value)
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """Return the value that a text is in TOML; a bare word is a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string
+        return text
     return table["value"] if len(table) == 1 else text
 
 

@@ -69,10 +69,10 @@ def network_inputs(loaded: Dataset) -> networks.Inputs:
     """Return what a network must know of a data set."""
     asked = loaded.stats is not None
     inputs = networks.Inputs(loaded.classes, loaded.shape, loaded.mean, loaded.std, vectors=loaded.vectors, asked=asked)
-    known = loaded.vocabulary
-    if known is None:
+    vocabulary = loaded.vocabulary
+    if vocabulary is None:
         return inputs
-    return replace(inputs, tokens=known.size, dimension=known.dimension, padding=known.padding)
+    return replace(inputs, tokens=vocabulary.size, dimension=vocabulary.dimension, padding=vocabulary.padding)
 
 
 def refuse_other_words(folder: Path, loaded: Dataset) -> None:
@@ -90,16 +90,13 @@ def refuse_other_words(folder: Path, loaded: Dataset) -> None:
                          "here; expected the texts and data.text that the run was trained with")  # fmt: skip
 
 
-def set_data(
-    table: dict[str, Any], data: Any, root: str | Path | None = None, vocabulary: Vocabulary | None = None
-) -> Dataset | None:
+def set_data(table: dict[str, Any], data: Any, root: str | Path | None = None) -> Dataset | None:
     """Let a recipe's table name other data, of any number of classes; return them where they come from Python.
 
     Args:
         table: of a recipe, which is changed.
         data: a data set, or what `peerbayes.data.load` takes; objects are split as the table says.
         root: data root.
-        vocabulary: to use for texts.
     """
     options = table["data"]
     options.pop("classes", None)
@@ -108,16 +105,13 @@ def set_data(
         return None
     if isinstance(data, Dataset):
         loaded = data
-    else:
-        text = None if options.get("text") is None else TextOptions(**options["text"])
-        chosen = {key: options.get(key) for key in ("size", "stats")}
-        loaded = load(
-            data, root=root, validation=options.get("validation", 0), text=text, vocabulary=vocabulary, **chosen
-        )
-    if isinstance(data, Dataset):
         for key in ("size", "stats", "text"):
             options.pop(key, None)
         options["validation"] = 0
         options |= {key: value for key, value in (loaded.origin or {}).items() if value is not None}
+    else:
+        text = None if options.get("text") is None else TextOptions(**options["text"])
+        chosen = {key: options.get(key) for key in ("size", "stats")}
+        loaded = load(data, root=root, validation=options.get("validation", 0), text=text, **chosen)
     options["name"] = loaded.origin["name"] if loaded.origin is not None else loaded.name
     return loaded

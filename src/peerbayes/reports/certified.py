@@ -27,23 +27,23 @@ def certified(certificate: Certificate, log_p: Tensor, labels: Tensor) -> Record
         labels: (N,).
     """
     tempered = log_p if certificate.temperature == 1 else metrics.temper(log_p, certificate.temperature)
-    found: Record = {"images": len(labels)}
+    result: Record = {"images": len(labels)}
     predicted = tempered.argmax(-1)
     if (coverage := certificate.coverage) is not None:
         sets = certificate.sets(tempered)
         held = sets.gather(1, labels[:, None])[:, 0]
-        found["coverage"] = {"held": int(held.sum()), "size": float(sets.sum(-1).double().mean())}
+        result["coverage"] = {"held": int(held.sum()), "size": float(sets.sum(-1).double().mean())}
         if len(coverage.thresholds) > 1:
             counted = {"images": torch.ones_like(held), "held": held}
-            found["coverage"]["by_class"] = _by_class(certificate.classes, labels, counted)
+            result["coverage"]["by_class"] = _by_class(certificate.classes, labels, counted)
     if (risk := certificate.risk) is not None:
         answered = ~certificate.abstain(tempered)
         wrong = answered & (predicted != labels)
-        found["risk"] = {"answered": int(answered.sum()), "errors": int(wrong.sum())}
+        result["risk"] = {"answered": int(answered.sum()), "errors": int(wrong.sum())}
         if len(risk.thresholds) > 1:
             counted = {"answered": answered, "errors": wrong}
-            found["risk"]["by_class"] = _by_class(certificate.classes, predicted, counted)
-    return {**certificate.model_dump(exclude_none=True), "found": found}
+            result["risk"]["by_class"] = _by_class(certificate.classes, predicted, counted)
+    return {**certificate.model_dump(exclude_none=True), "found": result}
 
 
 def _by_class(classes: int, of_class: Tensor, counted: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -76,33 +76,33 @@ class Promise:
     def sentence(self) -> str:
         """The promise and what was found, in a line."""
         who = " ".join(filter(None, [title(self.record["method"]), self.peer]))
-        told = f"promised: {self.promised} ({self.shown}); found: {self.found}; kept: {self.kept}"
-        return f"{who}, seed {self.record['seed']}: {told}"
+        text = f"promised: {self.promised} ({self.shown}); found: {self.found}; kept: {self.kept}"
+        return f"{who}, seed {self.record['seed']}: {text}"
 
 
 def promises(records: Sequence[Record]) -> list[Promise]:
     """Return the promises of records, with what was found on their test splits."""
-    found = []
+    promised = []
     for record in (record for group in grouped(records).values() for record in group):
         for peer in (*record["peers"], {"name": ENSEMBLE, **record.get("ensemble", {})}):
             certificate = peer.get("certificate", {})
-            for kind, told in (("coverage", _coverage), ("risk", _risk)):
+            for kind, describe in (("coverage", _coverage), ("risk", _risk)):
                 if kind in certificate:
-                    found.append(Promise(record, peer["name"], *told(certificate, certificate["found"])))
-    return found
+                    promised.append(Promise(record, peer["name"], *describe(certificate, certificate["found"])))
+    return promised
 
 
-def _coverage(certificate: Record, found: Record) -> tuple[str, str, str, str, str]:
-    promise, seen = certificate["coverage"], found["coverage"]
-    level, held, count = promise["level"], seen["held"], found["images"]
+def _coverage(certificate: Record, measured: Record) -> tuple[str, str, str, str, str]:
+    promise, seen = certificate["coverage"], measured["coverage"]
+    level, held, count = promise["level"], seen["held"], measured["images"]
     promised = f"sets hold the true class with probability {level:g} ({promise['method'].upper()})"
-    told = f"{_percent(held, count)} of {count:,} sets hold it; {seen['size']:.2f} classes a set"
+    text = f"{_percent(held, count)} of {count:,} sets hold it; {seen['size']:.2f} classes a set"
     counts = [(held, count)]
     if "by_class" in seen:
         promised += ", whichever it is"
         counts = list(zip(seen["by_class"]["held"], seen["by_class"]["images"], strict=True))
         worst = min((held / count for held, count in counts if count), default=1.0)
-        told += f"; {_percent(worst, 1)} of the class that has the fewest"
+        text += f"; {_percent(worst, 1)} of the class that has the fewest"
     chances = []
     for (held, count), shown in zip(counts, promise["images"], strict=True):
         # Of a true promise, the coverage of thresholds that so many images choose is Beta; sets that hold are counted.
@@ -110,25 +110,25 @@ def _coverage(certificate: Record, found: Record) -> tuple[str, str, str, str, s
         chance = scipy.stats.betabinom.cdf(held, count, shown + 1 - beyond, beyond) if beyond else 1.0
         chances.append(1.0 if held >= level * count else float(chance))
     kept = all(held >= level * count for held, count in counts)
-    return promised, _shown(certificate), f"scores up to {_span(promise['thresholds'])}", told, _verdict(kept, chances)
+    return promised, _shown(certificate), f"scores up to {_span(promise['thresholds'])}", text, _verdict(kept, chances)
 
 
-def _risk(certificate: Record, found: Record) -> tuple[str, str, str, str, str]:
-    promise, seen = certificate["risk"], found["risk"]
+def _risk(certificate: Record, measured: Record) -> tuple[str, str, str, str, str]:
+    promise, seen = certificate["risk"], measured["risk"]
     level, errors, answered = promise["level"], seen["errors"], seen["answered"]
     promised = f"with probability {1 - promise['delta']:g}, at most {100 * level:g} % of answers are wrong"
-    told = f"{_percent(errors, answered)} of {answered:,} answers are wrong; "
-    told += f"{_percent(answered, found['images'])} of {found['images']:,} inputs are answered"
+    text = f"{_percent(errors, answered)} of {answered:,} answers are wrong; "
+    text += f"{_percent(answered, measured['images'])} of {measured['images']:,} inputs are answered"
     counts = [(errors, answered)]
     if "by_class" in seen:
         promised += ", of every class"
         counts = list(zip(seen["by_class"]["errors"], seen["by_class"]["answered"], strict=True))
         worst = max((errors / answered for errors, answered in counts if answered), default=0.0)
-        told += f"; {_percent(worst, 1)} of the class that has the most"
+        text += f"; {_percent(worst, 1)} of the class that has the most"
     chances = [float(scipy.stats.binom.sf(errors - 1, answered, level)) for errors, answered in counts]
     kept = all(errors <= level * answered for errors, answered in counts)
     threshold = f"probabilities from {_span(promise['thresholds'])} on"
-    return promised, _shown(certificate), threshold, told, _verdict(kept, chances)
+    return promised, _shown(certificate), threshold, text, _verdict(kept, chances)
 
 
 def _verdict(kept: bool, chances: Sequence[float]) -> str:

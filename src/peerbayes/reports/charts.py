@@ -29,7 +29,7 @@ class DataPoint:
 
     x: float
     y: float
-    told: str
+    tooltip: str
     error: float = 0.0
 
 
@@ -188,7 +188,7 @@ def drawn_lines(frame: Frame, lines: Sequence[Curve]) -> Iterator[Markup]:
         yield Markup('<path class="curve" d="{}"/>').format(frame.path([(p.x, p.y) for p in line.points]))
         for point in line.points:
             circle = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3"><title>{}: {}</title></circle>')
-            yield circle.format(frame.x(point.x), frame.y(point.y), line.name, point.told)
+            yield circle.format(frame.x(point.x), frame.y(point.y), line.name, point.tooltip)
         yield Markup("</g>")
 
 
@@ -204,9 +204,9 @@ def _judged(
         name, together = title(group[0]["method"]), all("ensemble" in record for record in group)
         if together:
             yield number, 0, f"{name}, {ENSEMBLE}", [record["ensemble"] for record in group]
-        for place, peer in enumerate(() if together and only_as_one else peers, start=int(together)):
-            same = [one for record in group for one in record["peers"] if one["name"] == peer]
-            yield number, place % DASHES, f"{name}, {peer}" if len(peers) > 1 else name, same
+        for dash, peer in enumerate(() if together and only_as_one else peers, start=int(together)):
+            same = [figures for record in group for figures in record["peers"] if figures["name"] == peer]
+            yield number, dash % DASHES, f"{name}, {peer}" if len(peers) > 1 else name, same
 
 
 def reliability_lines(records: Sequence[Record]) -> list[Curve]:
@@ -217,22 +217,22 @@ def reliability_lines(records: Sequence[Record]) -> list[Curve]:
     """
     lines = []
     for number, dash, name, judged in _judged(records):
-        if not all("reliability" in one for one in judged):
+        if not all("reliability" in figures for figures in judged):
             continue
-        bins = [one["reliability"] for one in judged]
-        count = np.array([one["count"] for one in bins], dtype=float)
+        bins = [figures["reliability"] for figures in judged]
+        count = np.array([figures["count"] for figures in bins], dtype=float)
         confidence, accuracy = (
-            (np.array([[x or 0.0 for x in one[key]] for one in bins]) * count).sum(0)
+            (np.array([[x or 0.0 for x in figures[key]] for figures in bins]) * count).sum(0)
             for key in ("confidence", "accuracy")
         )
         total = count.sum(0)
-        told = "confidence {:.3f}, accuracy {:.3f}, {:,.0f} inputs"
+        words = "confidence {:.3f}, accuracy {:.3f}, {:,.0f} inputs"
         points = [
-            DataPoint(x / n, y / n, told.format(x / n, y / n, n))
+            DataPoint(x / n, y / n, words.format(x / n, y / n, n))
             for x, y, n in zip(confidence.tolist(), accuracy.tolist(), total.tolist(), strict=True)
             if n >= max(FEWEST, SHARE * total.sum())
         ]
-        error = float(np.mean([one["ece"] for one in judged]))
+        error = float(np.mean([figures["ece"] for figures in judged]))
         lines.append(Curve(name, number, dash, points, f"ECE {error:.3f}"))
     return lines
 
@@ -258,17 +258,17 @@ def retention_lines(records: Sequence[Record], ranking: str) -> list[Curve]:
     """
     lines = []
     for number, dash, name, judged in _judged(records):
-        found = [(retention_by(ranking, one), one["accuracy"]) for one in judged]
-        curves = [{**curve, "1.0": accuracy} for curve, accuracy in found if curve is not None]
-        flat = ranking == "disagreement" and all(one.get("disagreement") == 0 for one in judged)
+        pairs = [(retention_by(ranking, figures), figures["accuracy"]) for figures in judged]
+        curves = [{**curve, "1.0": accuracy} for curve, accuracy in pairs if curve is not None]
+        flat = ranking == "disagreement" and all(figures.get("disagreement") == 0 for figures in judged)
         if not curves or flat:
             continue
         points = []
         for share in curves[0]:
             summary = summarise([100 * curve[share] for curve in curves if share in curve])
             kept, error = 100 * float(share), summary.standard_error or 0.0
-            told = f"{kept:g} % kept, {summary.mean:.2f}" + f" ± {error:.2f}" * (len(curves) > 1) + " % right"
-            points.append(DataPoint(kept, summary.mean, told, error))
+            words = f"{kept:g} % kept, {summary.mean:.2f}" + f" ± {error:.2f}" * (len(curves) > 1) + " % right"
+            points.append(DataPoint(kept, summary.mean, words, error))
         lines.append(Curve(name, number, dash, sorted(points, key=lambda point: point.x)))
     return lines
 
@@ -301,18 +301,18 @@ def entropy_charts(records: Sequence[Record], other: str) -> list[Chart]:
         records: evaluated against the other data set, or not.
         other: its name.
     """
-    found = []
+    methods = []
     for number, _, name, judged in _judged(records, only_as_one=True):
-        measured = [one[OUTSIDE][other] for one in judged if "entropy" in one.get(OUTSIDE, {}).get(other, {})]
+        measured = [seed[OUTSIDE][other] for seed in judged if "entropy" in seed.get(OUTSIDE, {}).get(other, {})]
         if measured:
-            found.append((number, name, measured))
-    shares = [entropy_shares([one["entropy"] for one in measured]) for _, _, measured in found]
-    top = max((max(*one["inside"], *one["outside"]) for one in shares), default=0.0)
+            methods.append((number, name, measured))
+    shares = [entropy_shares([seed["entropy"] for seed in measured]) for _, _, measured in methods]
+    top = max((max(*histogram["inside"], *histogram["outside"]) for histogram in shares), default=0.0)
     charts = []
-    for (number, name, measured), one in zip(found, shares, strict=True):
+    for (number, name, measured), histogram in zip(methods, shares, strict=True):
         auroc = summarise([seed["auroc"] for seed in measured])
         error = "" if auroc.standard_error is None else f" ± {auroc.standard_error:.3f}"
-        drawing = _histograms(one, 100 * top, f"Entropies of {name}", other)
+        drawing = _histograms(histogram, 100 * top, f"Entropies of {name}", other)
         heading = f"{name}: AUROC {auroc.mean:.3f}{error}"
         charts.append(Chart(drawing, group=number, title=heading))
     return charts
@@ -328,10 +328,10 @@ def _histograms(shares: Mapping[str, Sequence[float]], top: float, words: str, o
         stairs = [(edge, 100 * share) for share, *ends in zip(shares[key], edges, edges[1:]) for edge in ends]
         path = frame.path([(edges[0], 0.0), *stairs, (edges[-1], 0.0)])
         content.append(Markup('<path class="{}" d="{}"/>').format(key, path))
-    told = Markup('<rect class="bin" x="{:.1f}" y="{}" width="{:.1f}" height="{}"><title>{}</title></rect>')
+    bar = Markup('<rect class="bin" x="{:.1f}" y="{}" width="{:.1f}" height="{}"><title>{}</title></rect>')
     for inside, outside, low, high in zip(shares["inside"], shares["outside"], edges, edges[1:]):
         says = f"entropy {low:.2f} to {high:.2f}: {100 * inside:.1f} % of the test split, "
         says += f"{100 * outside:.1f} % of {other}"
         left, height = frame.x(low), PANEL[1] - BOTTOM - TOP
-        content.append(told.format(left, TOP, frame.x(high) - left, height, says))
+        content.append(bar.format(left, TOP, frame.x(high) - left, height, says))
     return frame.drawn(words, content)

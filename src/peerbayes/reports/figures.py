@@ -33,7 +33,7 @@ def rendered(figure: Figure, kind: str = "png") -> bytes:
         kind: of the file: ``png``, ``pdf`` or ``svg``, say.
     """
     FigureCanvasAgg(figure)
-    axes = [axis for one in figure.axes for axis in (one.xaxis, one.yaxis)]
+    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
     # Powers on logarithmic axes are matplotlib's own formulas; all other texts have names of users in them.
     powers = {
         id(label)
@@ -63,10 +63,7 @@ def new_axes(width: float = 5.2, height: float = 4.0) -> tuple[Figure, Any]:
         width: in inches.
         height: in inches.
     """
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    figure, ((axes,),) = panels(1, 1, width, height)
     return figure, axes
 
 
@@ -81,16 +78,20 @@ def panels(rows: int, columns: int, width: float = 4.6, height: float = 3.5) -> 
     """
     figure = Figure(figsize=(width * columns, height * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(alpha=0.25, linewidth=0.6)
+    for panel in axes.flat:
+        _open_frame(panel)
     return figure, [list(row) for row in axes]
 
 
-def entropy_shares(found: Sequence[Record]) -> dict[str, list[float]]:
+def _open_frame(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def entropy_shares(rows: Sequence[Record]) -> dict[str, list[float]]:
     """Return the shares of images ``inside`` and ``outside`` by entropy, means over histograms, with the ``edges``."""
-    shares = {key: np.mean([np.array(one[key]) / sum(one[key]) for one in found], 0) for key in ("inside", "outside")}
-    return {"edges": found[0]["edges"], **{key: values.tolist() for key, values in shares.items()}}
+    shares = {key: np.mean([np.array(row[key]) / sum(row[key]) for row in rows], 0) for key in ("inside", "outside")}
+    return {"edges": rows[0]["edges"], **{key: values.tolist() for key, values in shares.items()}}
 
 
 def name_epochs(axes: Any) -> None:
@@ -107,16 +108,14 @@ def scale_by_logarithm(axes: Any) -> None:
 
 def training_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss by term and share of the gradient by term, over the epochs of a run; a line a term, averaged over peers."""
-    figure = Figure(figsize=(9.6, 3.8), dpi=120, layout="constrained")
+    figure, (row,) = panels(1, 2, 4.8, 3.8)
     names = list(dict.fromkeys(n for line in metrics for p in line["peers"].values() for n in p["terms"]))
-    for place, (key, name) in enumerate((("terms", "value of the term"), ("gradient_share", "share of the gradient"))):
-        axes = figure.add_subplot(1, 2, place + 1)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+    shown = {"terms": "value of the term", "gradient_share": "share of the gradient"}
+    for axes, (key, name) in zip(row, shown.items(), strict=True):
         for number, term in enumerate(names):
             points = [
-                (place + 1, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
-                for place, line in enumerate(metrics)
+                (epoch, np.mean([p[key][term] for p in line["peers"].values() if term in p.get(key, {})]))
+                for epoch, line in enumerate(metrics, start=1)
                 if any(term in p.get(key, {}) for p in line["peers"].values())
             ]
             if points:  # shares may not have been measured
@@ -169,25 +168,25 @@ def write_bench_figure(path: Path, record: Mapping[str, Any]) -> Path:
 
 def bench_figure(record: Mapping[str, Any]) -> Figure:
     """Epoch time by engine, ratios, and growth with networks, peers, draws and images; what is missing is left out."""
-    found, growth, settings = record["figures"], record["figures"]["growth"], record["settings"]
-    packed = found["packed3_epoch_s"]
+    figures, growth, settings = record["figures"], record["figures"]["growth"], record["settings"]
+    packed = figures["packed3_epoch_s"]
     engines = {
-        "eager": found["eager_pair_epoch_s"],
-        "compiled": found["compiled_pair_epoch_s"],
-        settings["engine"]: found["pair_epoch_s"],
+        "eager": figures["eager_pair_epoch_s"],
+        "compiled": figures["compiled_pair_epoch_s"],
+        settings["engine"]: figures["pair_epoch_s"],
         "3 packed, each": None if packed is None else packed / 3,
-        "point pair": found["deterministic_pair_epoch_s"],
+        "point pair": figures["deterministic_pair_epoch_s"],
     }
     ratios = {
-        "Bayesian / point pair": found["bayesian_over_deterministic"],
-        "bayesian-torch / ours": found["speedup_single"],
-        "bayesian-torch / packed": found["speedup_packed"],
-        "moment draw /\nmean-field": found.get("moment_draw_over_mean_field"),
-        "hierarchical draw /\nmean-field": found.get("hierarchical_draw_over_mean_field"),
+        "Bayesian / point pair": figures["bayesian_over_deterministic"],
+        "bayesian-torch / ours": figures["speedup_single"],
+        "bayesian-torch / packed": figures["speedup_packed"],
+        "moment draw /\nmean-field": figures.get("moment_draw_over_mean_field"),
+        "hierarchical draw /\nmean-field": figures.get("hierarchical_draw_over_mean_field"),
     }
     small = {
-        way: {count: both and both[place] for count, both in growth["small_batch"].items()}
-        for place, way in enumerate(("one draw after another", "draws at once"))
+        way: {count: both and both[position] for count, both in growth["small_batch"].items()}
+        for position, way in enumerate(("one draw after another", "draws at once"))
     }
     bars = {("epoch of a pair (s)", COLOURS[0]): engines, ("ratio of times", COLOURS[2]): ratios}
     lines: dict[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
@@ -196,26 +195,25 @@ def bench_figure(record: Mapping[str, Any]) -> Figure:
         ("draws", "10,000 images (s)"): {"prediction": growth["draws"]},
         ("images", f"{settings['draws']} draws (ms)"): small,
     }
-    panels = [partial(_bars, values=known, look=look) for look, values in bars.items() if (known := _known(values))]
+    panels = [partial(_bars, values=shown, look=look) for look, values in bars.items() if (shown := _present(values))]
     panels += [
-        partial(_growth, lines=known, labels=labels)
+        partial(_growth, lines=shown, labels=labels)
         for labels, ways in lines.items()
-        if any((known := {way: _known(values) for way, values in ways.items()}).values())
+        if any((shown := {way: _present(values) for way, values in ways.items()}).values())
     ]
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns) if panels else 0
     figure = Figure(figsize=(4.2 * columns or 4.2, 3.3 * rows or 1), dpi=120, layout="constrained")
     about = f"{record['hardware']}, torch {record['versions']['torch']}, batch {settings['batch']}"
     figure.suptitle(about, fontsize=9)
-    for place, draw in enumerate(panels, 1):
-        axes = figure.add_subplot(rows, columns, place)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+    for position, draw in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, position)
+        _open_frame(axes)
         draw(axes)
     return figure
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -233,10 +231,10 @@ def _growth(axes: Any, lines: Mapping[str, Mapping[str, float]], labels: tuple[s
     axes.set_ylabel(labels[1])
     ticks: set[int] = set()
     for number, (name, values) in enumerate(lines.items()):
-        places = [int(x.removeprefix("resnet")) for x in values]
+        sizes = [int(x.removeprefix("resnet")) for x in values]
         style = {"linestyle": ("-", "--")[number % 2], "marker": "os"[number % 2], "markersize": 4}
-        axes.plot(places, list(values.values()), color=COLOURS[number], label=name, **style)
-        ticks.update(places)
+        axes.plot(sizes, list(values.values()), color=COLOURS[number], label=name, **style)
+        ticks.update(sizes)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -279,8 +277,8 @@ def graph_words(record: Record) -> str:
     differing = _differing(record["lessons"])
     parts = []
     for lesson in record["lessons"]:
-        own = _shown(lesson, differing)
-        parts.append(f"{lesson['teacher']} teaches {lesson['student']}" + f" ({own})" * bool(own))
+        label = _shown(lesson, differing)
+        parts.append(f"{lesson['teacher']} teaches {lesson['student']}" + f" ({label})" * bool(label))
     return f"{graph_caption(record)} {'; '.join(parts) or 'Nobody teaches'}."
 
 
@@ -290,28 +288,28 @@ def graph_figure(record: Record) -> Figure:
     Dashed arrows: of these the best peer's count in a step.
     """
     names = [peer["name"] for peer in record["peers"]]
-    angles = [math.pi * (1 / 2 - 2 * place / len(names)) for place in range(len(names))]
+    angles = [math.pi * (1 / 2 - 2 * index / len(names)) for index in range(len(names))]
     # Two peers stand side by side, so that their labels have room.
     angles = [angle + math.pi / 2 for angle in angles] if len(names) == 2 else angles
-    places = {name: (math.cos(angle), math.sin(angle)) for name, angle in zip(names, angles, strict=True)}
-    height = max(y for _, y in places.values()) - min(y for _, y in places.values()) + 1.0
+    points = {name: (math.cos(angle), math.sin(angle)) for name, angle in zip(names, angles, strict=True)}
+    height = max(y for _, y in points.values()) - min(y for _, y in points.values()) + 1.0
     figure = Figure(figsize=(5.2, 5.2 * height / 3.2), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.set_axis_off()
     axes.set_aspect("equal")
     axes.set_xlim(-1.6, 1.6)
-    middle = (max(y for _, y in places.values()) + min(y for _, y in places.values())) / 2
+    middle = (max(y for _, y in points.values()) + min(y for _, y in points.values())) / 2
     axes.set_ylim(middle - height / 2, middle + height / 2)
     size = max(0.45, min(1.0, 5 / len(names)))
-    for place, (name, (x, y)) in enumerate(places.items()):
-        axes.plot(x, y, "o", markersize=34 * size, color=COLOURS[place % len(COLOURS)], zorder=3)
+    for index, (name, (x, y)) in enumerate(points.items()):
+        axes.plot(x, y, "o", markersize=34 * size, color=COLOURS[index % len(COLOURS)], zorder=3)
         outside = (x * 1.22, y * 1.3) if len(names) > 2 else (x, y - 0.36)
         side = "center" if len(names) == 2 or abs(x) < 0.1 else "left" if x > 0 else "right"
         axes.text(*outside, name, ha=side, va="center", fontsize=10, zorder=4)
     differing = _differing(record["lessons"])
     style = "--" if record["graph"] == "best_to_rest" else "-"
     for lesson in record["lessons"]:
-        _arrow(axes, places[lesson["teacher"]], places[lesson["student"]], _shown(lesson, differing, "\n"), style, size)
+        _arrow(axes, points[lesson["teacher"]], points[lesson["student"]], _shown(lesson, differing, "\n"), style, size)
     return figure
 
 

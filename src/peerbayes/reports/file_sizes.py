@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
 
 from peerbayes.codebook.rounding import Form, forms
-from peerbayes.data.dataset import Dataset
+from peerbayes.data.splits import Split
 from peerbayes.engine.processes import pick_device
 from peerbayes.errors import InputError, PeerbayesWarning
 from peerbayes.importing import trusting
@@ -69,24 +68,25 @@ def sizes(
     """
     path = Path(path).expanduser()
     where = [path] if path.suffix == ".safetensors" else find_runs(path)
+    target = pick_device(device) if judged else torch.device("cpu")
     complaints: list[InputError] = []
-    for one in where:
+    for source in where:
         try:
             with trusting(trust):
-                run, names = peers_at(one)
-                judge = _Judge(run, run.data(root), pick_device(device)) if judged else None
-                found = [_account(run, name, judge) for name in names]
+                run, names = peers_at(source)
+                test = run.data(root).test if judged else None
+                accounts = [_account(run, name, test, target) for name in names]
         except InputError as error:
             complaints.append(error)
             continue
-        yield from found
+        yield from accounts
     if len(complaints) == len(where):
         raise complaints[0]
     for complaint in complaints:
         warnings.warn(f"{complaint}; it is left out", PeerbayesWarning, stacklevel=2)
 
 
-def _account(run: Run, name: str, judge: _Judge | None) -> Record:
+def _account(run: Run, name: str, test: Split | None, device: torch.device) -> Record:
     posterior, file = run[name], run.weights_file(name)
     record: Record = {
         "run": str(run.folder),
@@ -107,9 +107,8 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
             same, record["same_posterior"] = source[1], str(source[0])
     rows = []
     # Forms are made where they are evaluated.
-    others = forms(same if judge is None else same.to(judge.device))
-    for form in chain([Form("this file", record["bytes"], posterior)], others):
-        figures = judge.figures(form.posterior, name) if judge is not None else {}
+    for form in chain([Form("this file", record["bytes"], posterior)], forms(same.to(device))):
+        figures = {} if test is None else _figures(run, name, form.posterior, test, device)
         rows.append({"name": form.name, "bytes": form.bytes, **figures})
     whole = rows[1]["bytes"]
     return record | {"forms": [row | {"percent": 100 * row["bytes"] / whole} for row in rows]}
@@ -118,10 +117,10 @@ def _account(run: Run, name: str, judge: _Judge | None) -> Record:
 def _parts(file: Path) -> dict[str, int]:
     """Return the bytes of a file by part; together they are all of it."""
     header, tensors = storage.bytes_of(file)
-    found = dict.fromkeys([*PARTS.values(), OTHER], 0)
+    sizes = dict.fromkeys([*PARTS.values(), OTHER], 0)
     for tensor, size in tensors.items():
-        found[next((part for start, part in PARTS.items() if tensor.startswith(start)), OTHER)] += size
-    return {part: size for part, size in found.items() if size or part == OTHER} | {"header": header}
+        sizes[next((part for start, part in PARTS.items() if tensor.startswith(start)), OTHER)] += size
+    return {part: size for part, size in sizes.items() if size or part == OTHER} | {"header": header}
 
 
 def paper_count(outliers: int, blended: int, components: int) -> int:
@@ -140,26 +139,18 @@ def _source(run: Run, name: str, posterior: Posterior) -> tuple[Path, Posterior]
     path = source_weights(run, name)
     if path is None:
         return None
-    found = Posterior.load(path, posterior.materialise())
-    if not run.began_with(name, found):
+    origin = Posterior.load(path, posterior.materialise())
+    if not run.began_with(name, origin):
         warnings.warn(f"{path}: holds other weights than {run.folder} was made of", PeerbayesWarning, stacklevel=2)
         return None
-    return (path, found) if found.shareable else None
+    return (path, origin) if origin.shareable else None
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Evaluates posteriors as a run's own are."""
-
-    run: Run
-    data: Dataset
-    device: torch.device
-
-    def figures(self, posterior: Posterior, name: str) -> Record:
-        """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
-        options = self.run.recipe.evaluation
-        found = self.run.predict_split(name, self.data.test, options.draws, self.device, posterior=posterior)
-        return basic_figures(*found[:2], options.ece_bins)
+def _figures(run: Run, name: str, posterior: Posterior, test: Split, device: torch.device) -> Record:
+    """Return accuracy, NLL and ECE on the test split, with the draws of the named peer."""
+    options = run.recipe.evaluation
+    predicted = run.predict_split(name, test, options.draws, device, posterior=posterior)
+    return basic_figures(*predicted[:2], options.ece_bins)
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

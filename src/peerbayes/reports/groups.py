@@ -75,7 +75,7 @@ def gather(folders: Iterable[str | Path], varied: Sequence[str] = ("alpha",)) ->
 
 
 def open_runs(
-    folders: Iterable[str | Path], *, finished: bool = True, sources: bool = True, own: bool = True
+    folders: Iterable[str | Path], *, finished: bool = True, sources: bool = True, custom: bool = True
 ) -> list[Run]:
     """Open the runs in some folders, each once.
 
@@ -86,13 +86,13 @@ def open_runs(
         folders: run folders, or folders of runs.
         finished: whether runs have to be.
         sources: whether what other runs of a folder have started from counts, too.
-        own: whether runs with networks of one's own do, which can't be built to be evaluated.
+        custom: whether runs with networks of one's own do, which can't be built to be evaluated.
     """
     runs: dict[Path, Run] = {}
     for folder in map(Path, folders):
-        found = [Run(path) for path in find_runs(folder)]
-        whys = {run.folder: _why_not(run, finished, own) for run in found}
-        useful = [run for run in found if not whys[run.folder]]
+        opened = [Run(path) for path in find_runs(folder)]
+        whys = {run.folder: _why_not(run, finished, custom) for run in opened}
+        useful = [run for run in opened if not whys[run.folder]]
         if not useful:
             raise InputError(next(iter(whys.values())))
         for why in filter(None, whys.values()):
@@ -104,12 +104,12 @@ def open_runs(
     return list(runs.values())
 
 
-def _why_not(run: Run, finished: bool, own: bool) -> str:
+def _why_not(run: Run, finished: bool, custom: bool) -> str:
     """Return why a run can't be looked at; nothing if it can."""
     if finished and not run.finished:
         return run.unfinished
     unknown = [peer.name for peer in run.recipe.peers if peer.network == CUSTOM]
-    if own or not unknown or (run.folder / "evaluation.json").is_file():
+    if custom or not unknown or (run.folder / "evaluation.json").is_file():
         return ""
     return f"{run.folder}: peer '{unknown[0]}' has a network of your own"
 
@@ -181,8 +181,8 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def by_experiment(groups: Sequence[Group]) -> Iterator[tuple[Record, list[Group]]]:
     """Return network and data set, with the groups that they have in common."""
-    for (network, dataset), found in itertools.groupby(groups, key=lambda group: (group.network, group.dataset)):
-        yield {"network": network, "dataset": dataset}, list(found)
+    for (network, dataset), members in itertools.groupby(groups, key=lambda group: (group.network, group.dataset)):
+        yield {"network": network, "dataset": dataset}, list(members)
 
 
 def read_record(run: Run) -> Record:

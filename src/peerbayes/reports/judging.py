@@ -101,8 +101,8 @@ def _npz(path: Path) -> dict[str, Any]:
         with path.open("rb") as raw:
             file = np.load(raw, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                told = "np.savez(file, probabilities=..., labels=...)"
-                raise InputError(f"{path}: holds a single array, expected several: {told}")
+                hint = "np.savez(file, probabilities=..., labels=...)"
+                raise InputError(f"{path}: holds a single array, expected several: {hint}")
             return {key: _array(path, file, key) if key in KEYS else None for key in file.files}
     except InputError:
         raise
@@ -132,7 +132,7 @@ def _csv(path: Path, logits: bool) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as CSV ({error})") from None
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise InputError(f"{path}: has several columns '{twice[0]}'; expected each heading once")
-    label = next((place for place, name in enumerate(header) if name.lower() in LABEL), None)
+    label = next((index for index, name in enumerate(header) if name.lower() in LABEL), None)
     if label is None:
         raise InputError(
             f"{path}: has no column 'label' of true classes; its columns are {', '.join(header) or 'none'}"
@@ -147,9 +147,9 @@ def _csv(path: Path, logits: bool) -> dict[str, Any]:
             raise InputError(
                 f"{path}, row {number + 2}: has {len(row)} cells, expected {len(header)} as in the first row"
             )
-        for place, column in enumerate([*columns.values(), *([] if spread is None else [spread])]):
+        for index, column in enumerate([*columns.values(), *([] if spread is None else [spread])]):
             try:
-                values[number, place] = float(row[column])
+                values[number, index] = float(row[column])
             except ValueError:
                 where = f"{path}, row {number + 2}, column '{header[column]}'"
                 raise InputError(f"{where}: '{row[column]}' is not a number") from None
@@ -157,19 +157,19 @@ def _csv(path: Path, logits: bool) -> dict[str, Any]:
     given = [row[label].strip() for row in table]
     named = all(name in names for name in given)
     labels = [names[name] if named else _whole(path, number, name) for number, name in enumerate(given, start=2)]
-    found = {form: values[:, : len(columns)], "labels": np.array(labels, dtype=np.int64)}
-    return found | ({} if spread is None else {"disagreement": values[:, -1]})
+    arrays = {form: values[:, : len(columns)], "labels": np.array(labels, dtype=np.int64)}
+    return arrays | ({} if spread is None else {"disagreement": values[:, -1]})
 
 
 def _columns(path: Path, header: Sequence[str], label: int, logits: bool) -> tuple[str, dict[str, int]]:
     """Return what the numbers are, and the columns of classes by their names."""
     for form, letter in (("probabilities", "p"), ("logits", "logit")):
         headed = {
-            match[1]: place for place, name in enumerate(header) if (match := re.fullmatch(rf"{letter}\((.*)\)", name))
+            match[1]: index for index, name in enumerate(header) if (match := re.fullmatch(rf"{letter}\((.*)\)", name))
         }
         if headed:
             return form, headed
-    columns = {name: place for place, name in enumerate(header) if place != label}
+    columns = {name: index for index, name in enumerate(header) if index != label}
     if strange := [name for name in columns if name.lower() in OTHERS or name.lower().startswith("unnamed:")]:
         raise InputError(
             f"{path}: column '{strange[0]}' is no class's; expected '{header[label]}' and a column a class, or columns "
@@ -235,14 +235,14 @@ def _predicted(origin: str, given: Mapping[str, Any], prefix: str) -> tuple[Tens
     """Return log-probabilities, the disagreement of draws, and how many of them there are."""
     present = [name for name in FORMS if prefix + name in given]
     if len(present) != 1:
-        told = f"has {' and '.join(prefix + name for name in present)}" if present else f"has no {prefix}probabilities"
+        fault = f"has {' and '.join(prefix + name for name in present)}" if present else f"has no {prefix}probabilities"
         hint = (
             ""
             if present
             else nearest(prefix + "probabilities", [key for key in given if key not in KEYS] or ["nothing"])
         )
         expected = f"expected one of {', '.join(prefix + name for name in FORMS)}"
-        raise InputError(f"{origin}: {told}, {expected}{hint.replace('known', 'it has')}")
+        raise InputError(f"{origin}: {fault}, {expected}{hint.replace('known', 'it has')}")
     (form,) = present
     values = _numbers(origin, given[prefix + form], name := prefix + form)
     if values.ndim not in (2, 3) or not values.numel() or values.shape[-1] < 2:
@@ -265,13 +265,13 @@ def _predicted(origin: str, given: Mapping[str, Any], prefix: str) -> tuple[Tens
     return mean, (entropy_of(mean) - entropy_of(log_p).mean(0)).clamp_min(0), len(log_p)
 
 
-def _check(origin: str, name: str, wrong: Tensor, told: str, values: Tensor | None = None) -> None:
+def _check(origin: str, name: str, wrong: Tensor, message: str, values: Tensor | None = None) -> None:
     """Refuse predictions by the first row that is wrong."""
     if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
-        shown = told if values is None else told.format(float(values[place]))
-        draw = f"draw {place[0]}, " if len(place) > 1 else ""
-        raise InputError(f"{origin}: {name}, {draw}row {place[-1]} {shown}")
+        position = tuple(wrong.nonzero()[0].tolist())
+        shown = message if values is None else message.format(float(values[position]))
+        draw = f"draw {position[0]}, " if len(position) > 1 else ""
+        raise InputError(f"{origin}: {name}, {draw}row {position[-1]} {shown}")
 
 
 def _numbers(origin: str, given: Any, name: str) -> Tensor:
@@ -290,8 +290,8 @@ def _numbers(origin: str, given: Any, name: str) -> Tensor:
 def _labels(origin: str, given: Mapping[str, Any], prefix: str, log_p: Tensor) -> Tensor:
     name = f"{prefix}labels"
     if name not in given:
-        others = [key for key in given if key not in KEYS]
-        hint = f" (it has {', '.join(others)})" if others else ""
+        unknown = [key for key in given if key not in KEYS]
+        hint = f" (it has {', '.join(unknown)})" if unknown else ""
         raise InputError(f"{origin}: has no {name}, expected the true class of each input{hint}")
     array = _plain(origin, given[name], name)
     if array.dtype.kind not in "iu" or array.ndim != 1:
@@ -355,8 +355,8 @@ def judge(
         if file in files[:number]:
             raise InputError(f"{file.name}: is given twice")
     fractions = Evaluation().retention if retention is None else list(retention)
-    found = [read_predictions(source, logits) for source in sources]
-    records = [_record(given, name, bins, fractions) for given, name in zip(found, _datasets(found), strict=True)]
+    parsed = [read_predictions(source, logits) for source in sources]
+    records = [_record(given, name, bins, fractions) for given, name in zip(parsed, _datasets(parsed), strict=True)]
     if page is not None:
         from peerbayes.reports.page import write_page
 
@@ -386,13 +386,13 @@ def _record(given: Predictions, dataset: str, bins: int, fractions: Sequence[flo
     }
 
 
-def _datasets(found: Sequence[Predictions]) -> list[str]:
+def _datasets(predictions: Sequence[Predictions]) -> list[str]:
     """Return a name of the data of each, by which they are compared: where none is given, labels tell them apart."""
     names: dict[tuple[str, bytes], str] = {}
     keys = []
-    for given in found:
-        own = given.dataset or f"{len(given.labels):,} inputs of {given.log_p.shape[1]} classes"
-        keys.append((own, b"" if given.dataset else hashlib.sha256(given.labels.numpy().tobytes()).digest()))
-        count = sum(name == own for name, _ in names)
-        names.setdefault(keys[-1], f"{own} ({count + 1})" if count else own)
+    for given in predictions:
+        dataset = given.dataset or f"{len(given.labels):,} inputs of {given.log_p.shape[1]} classes"
+        keys.append((dataset, b"" if given.dataset else hashlib.sha256(given.labels.numpy().tobytes()).digest()))
+        count = sum(name == dataset for name, _ in names)
+        names.setdefault(keys[-1], f"{dataset} ({count + 1})" if count else dataset)
     return [names[key] for key in keys]

@@ -73,7 +73,7 @@ def prediction_table(records: Sequence[Record]) -> str:
     """Return predictions as lines of text, a line an input."""
     kind = next(iter(records[0]))
     lines = [[kind, "class", "probability", "entropy", "disagreement"]]
-    for one in records:
-        shown = " ".join(one[kind].split()) if kind == "text" else one[kind]
-        lines.append([shown, one["class"], *(f"{one[key]:.3f}" for key in lines[0][2:])])
+    for record in records:
+        shown = " ".join(record[kind].split()) if kind == "text" else record[kind]
+        lines.append([shown, record["class"], *(f"{record[key]:.3f}" for key in lines[0][2:])])
     return "\n".join(aligned(lines, 2))

@@ -174,7 +174,7 @@ def judge_corrupted(
         bins: of the ECE.
         temperatures: by peer, and of all as one under None, where they are known.
     """
-    found: dict[str | None, dict[str, list[Record]]] = {}
+    by_peer: dict[str | None, dict[str, list[Record]]] = {}
     device = next(iter(peers.values())).device
     for name, split in _corrupted(loaded, source, device):
         assert split.labels is not None
@@ -182,11 +182,11 @@ def judge_corrupted(
         if len(peers) > 1:
             log_p[None] = mean_of(torch.stack(list(log_p.values())))
         for peer, values in log_p.items():
-            found.setdefault(peer, {}).setdefault(name, []).append(basic_figures(values, split.labels, bins))
+            by_peer.setdefault(peer, {}).setdefault(name, []).append(basic_figures(values, split.labels, bins))
             if (temperature := temperatures.get(peer)) is not None:
                 tempered = basic_figures(metrics.temper(values, temperature), split.labels, bins)
-                found[peer][name][-1] |= {"cnll": tempered["nll"], "cece": tempered["ece"]}
-    return {peer: _averaged(by_type, source) for peer, by_type in found.items()}
+                by_peer[peer][name][-1] |= {"cnll": tempered["nll"], "cece": tempered["ece"]}
+    return {peer: _averaged(by_type, source) for peer, by_type in by_peer.items()}
 
 
 def check_corrupted(loaded: Dataset, source: str) -> None:
@@ -210,8 +210,8 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
     if source == MIXED:
         images, labels = loaded.test.batch(torch.arange(len(loaded.test)), device)
         every = [(name, severity) for name in COMMON for severity in range(1, SEVERITIES + 1)]
-        for place, (name, severity) in enumerate(every[: len(images)]):
-            rows = torch.arange(place, len(images), len(every), device=device)
+        for index, (name, severity) in enumerate(every[: len(images)]):
+            rows = torch.arange(index, len(images), len(every), device=device)
             images[rows] = _made(images[rows], loaded, name, severity)
         yield MIXED, ArraySplit(images, labels.cpu())
         return
@@ -227,7 +227,7 @@ def _corrupted(loaded: Dataset, source: str, device: torch.device) -> Iterator[t
 def _made(images: Tensor, loaded: Dataset, name: str, severity: int) -> Tensor:
     make = functools.partial(corrupt, name=name, severity=severity, address=Address(FIXED, "data", "corrupt"))
     try:
-        return torch.cat([make(part, first=2500 * place) for place, part in enumerate(images.split(2500))])
+        return torch.cat([make(part, first=2500 * index) for index, part in enumerate(images.split(2500))])
     except InputError as error:
         raise InputError(f"corrupted images can't be made of {loaded.name}: {error}") from None
 
@@ -245,8 +245,8 @@ def _fitting(split: ArraySplit, loaded: Dataset, source: str) -> ArraySplit:
 
 def _averaged(by_type: Mapping[str, list[Record]], source: str) -> Record:
     every = [figures for severities in by_type.values() for figures in severities]
-    means = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
-    types = {name: {key: [one[key] for one in severities] for key in means} for name, severities in by_type.items()}
+    means = {key: sum(row[key] for row in every) / len(every) for key in every[0]}
+    types = {name: {key: [row[key] for row in severities] for key in means} for name, severities in by_type.items()}
     return {**means, "source": source, "by_type": types}
 
 
@@ -278,7 +278,7 @@ def predict_averages(
         for way in (merge, f"{merge}, {RECALIBRATED}"):
             if way != merge:
                 recalibrate(network, loaded.train, augment=augment)
-            one = Point(network)
-            held = None if loaded.validation is None else predict(one, name, loaded.validation)
-            predicted[way] = predict(one, name, loaded.test), held
+            point = Point(network)
+            held = None if loaded.validation is None else predict(point, name, loaded.validation)
+            predicted[way] = predict(point, name, loaded.test), held
     return predicted

@@ -45,7 +45,7 @@ def posterior(folders: Iterable[str | Path], layer: str | None = None) -> Record
         folders: run folders, or folders of them.
         layer: its name; by default all weights are taken.
     """
-    return {"layer": layer, "series": [one for run in open_runs(folders) for one in pictured(run, layer)]}
+    return {"layer": layer, "series": [plot for run in open_runs(folders) for plot in pictured(run, layer)]}
 
 
 def pictured(run: Run, layer: str | None = None) -> list[Record]:
@@ -55,20 +55,20 @@ def pictured(run: Run, layer: str | None = None) -> list[Record]:
         run: a trained one.
         layer: its name; by default all weights are taken.
     """
-    found = []
+    pictures = []
     for name in run:
         peer = run[name]
         if peer.shareable or "components" in peer.counts():
-            place = _place(peer, layer, run)
+            span = _span(peer, layer, run)
             numbers = (
-                _of_components(cast(Any, peer), place) if "components" in peer.counts() else _of_weights(peer, place)
+                _of_components(cast(Any, peer), span) if "components" in peer.counts() else _of_weights(peer, span)
             )
             title = f"{run.recipe.method}, seed {run.seed}" + (f", {name}" if len(run) > 1 else "")
             about = {"label": f"{title} · {' · '.join(experiment_of(run))}", "folder": str(run.folder), "peer": name}
-            found.append({**about, "kind": peer.kind, "weights": place.stop - place.start, **numbers})
-    if not found:
+            pictures.append({**about, "kind": peer.kind, "weights": span.stop - span.start, **numbers})
+    if not pictures:
         raise InputError(f"{run.folder}: its weights have no scales; expected a mean-field posterior or shared weights")
-    return found
+    return pictures
 
 
 def shared_picture(run: Run) -> dict[str, Figure]:
@@ -79,7 +79,7 @@ def shared_picture(run: Run) -> dict[str, Figure]:
     return {caption: draw_posterior({"layer": None, "series": pictured(run)})}
 
 
-def _place(peer: Posterior, layer: str | None, run: Run) -> slice:
+def _span(peer: Posterior, layer: str | None, run: Run) -> slice:
     """Return where a layer lies among the flat weights; all of them without one."""
     if layer is None:
         return slice(0, peer.layout.size)
@@ -92,9 +92,9 @@ def _place(peer: Posterior, layer: str | None, run: Run) -> slice:
 
 
 @torch.no_grad()
-def _of_weights(peer: Posterior, place: slice) -> Record:
+def _of_weights(peer: Posterior, span: slice) -> Record:
     """Return a histogram over the plane, (means, scales), and where the tails of the means begin."""
-    mean, scale = peer.mean[place].cpu(), peer.std[place].cpu()
+    mean, scale = peer.mean[span].cpu(), peer.std[span].cpu()
     wide = bool(scale.min() > 0 and scale.max() > WIDE * scale.min())
     edges = [_edges(mean, BINS, False), _edges(scale, LEVELS, wide)]
     count = torch.zeros(BINS * LEVELS, dtype=torch.int64)
@@ -111,10 +111,10 @@ def _of_weights(peer: Posterior, place: slice) -> Record:
 
 
 @torch.no_grad()
-def _of_components(peer: Shared, place: slice) -> Record:
+def _of_components(peer: Shared, span: slice) -> Record:
     """Return the components with their members, some blended weights and outliers, and histograms of the means."""
     book, inside = peer.codebook(), torch.zeros(peer.layout.size, dtype=torch.bool)
-    inside[place] = True
+    inside[span] = True
     blended, outlier = (inside[index.cpu()] for index in (book.blended, book.outlier))
     share, pair = book.blend_weight.cpu()[blended], book.blend_component.cpu().long()[blended]
     component = book.component.cpu()
@@ -165,35 +165,35 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 # ---- drawn ----------------------------------------------------------------------------------------------------------
 
 
-def draw_posterior(found: Record) -> Figure:
+def draw_posterior(record: Record) -> Figure:
     """A row a posterior: the plane of means and scales, a close-up (or the scales), and the means by class.
 
     Planes and means have the same limits in all rows, so that one can see what sharing did to a posterior.
     """
-    figure, rows = panels(len(found["series"]), 3, 4.8, 4.0)
-    limits = _limits(found["series"])
-    for (plane, middle, means), one in zip(rows, found["series"], strict=True):
-        plane.set_title(one["label"] + (f"\n{found['layer']}" if found["layer"] else ""), fontsize=9)
+    figure, rows = panels(len(record["series"]), 3, 4.8, 4.0)
+    limits = _limits(record["series"])
+    for (plane, middle, means), plot in zip(rows, record["series"], strict=True):
+        plane.set_title(plot["label"] + (f"\n{record['layer']}" if record["layer"] else ""), fontsize=9)
         if limits[1][0] > 0 and limits[1][1] > WIDE * limits[1][0]:
             plane.set_yscale("log")
         plane.set(xlabel="mean μ of a weight", ylabel="scale σ of a weight", xlim=limits[0], ylim=limits[1])
-        if "components" in one:
-            _draw_components(plane, one)
-            _draw_close_up(middle, one)
+        if "components" in plot:
+            _draw_components(plane, plot)
+            _draw_close_up(middle, plot)
         else:
-            _draw_weights(figure, plane, one)
-            _draw_scales(middle, one)
-        _draw_means(means, one)
+            _draw_weights(figure, plane, plot)
+            _draw_scales(middle, plot)
+        _draw_means(means, plot)
         means.set_xlim(limits[0])
     return figure
 
 
 def _limits(series: Sequence[Record]) -> list[tuple[float, float]]:
     means, scales = [], []
-    for one in series:
-        parts = [one["components"], one["blended"], one["outliers"]] if "components" in one else []
-        means += [one["mean_edges"][0], one["mean_edges"][-1]]
-        scales += [*(s for part in parts for s in part["scale"]), *one.get("scale_edges", [])]
+    for plot in series:
+        parts = [plot["components"], plot["blended"], plot["outliers"]] if "components" in plot else []
+        means += [plot["mean_edges"][0], plot["mean_edges"][-1]]
+        scales += [*(s for part in parts for s in part["scale"]), *plot.get("scale_edges", [])]
     low, high = min(scales), max(scales)
     around = (low / 1.3, high * 1.3) if low > 0 and high > WIDE * low else _around(low, high)
     return [_around(min(means), max(means)), around]
@@ -205,12 +205,12 @@ def _around(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _draw_weights(figure: Figure, axes: Any, one: Record) -> None:
-    edges, count = _levels(axes, np.array(one["scale_edges"]), np.array(one["count"], dtype=float).T)
+def _draw_weights(figure: Figure, axes: Any, plot: Record) -> None:
+    edges, count = _levels(axes, np.array(plot["scale_edges"]), np.array(plot["count"], dtype=float).T)
     count[count == 0] = np.nan
-    drawn = axes.pcolormesh(one["mean_edges"], edges, count, cmap="cividis", norm=LogNorm(1, max(2, np.nanmax(count))))
-    figure.colorbar(drawn, ax=axes, label=f"weights in a cell, of {one['weights']:,}")
-    for number, tail in enumerate(one["tails"]):
+    drawn = axes.pcolormesh(plot["mean_edges"], edges, count, cmap="cividis", norm=LogNorm(1, max(2, np.nanmax(count))))
+    figure.colorbar(drawn, ax=axes, label=f"weights in a cell, of {plot['weights']:,}")
+    for number, tail in enumerate(plot["tails"]):
         axes.axvline(
             tail,
             color=COLOURS[1],
@@ -232,19 +232,19 @@ def _levels(axes: Any, edges: Floats, count: Floats) -> tuple[Floats, Floats]:
     if 2 * np.ptp(along(edges[[0, -1]])) > np.ptp(along([low, high])):
         return edges, count
     wide = space(low, high, LEVELS + 1)
-    found = np.zeros((LEVELS, count.shape[1]))
-    np.add.at(found, np.searchsorted(wide, (edges[:-1] + edges[1:]) / 2) - 1, count)
-    return wide, found
+    summed = np.zeros((LEVELS, count.shape[1]))
+    np.add.at(summed, np.searchsorted(wide, (edges[:-1] + edges[1:]) / 2) - 1, count)
+    return wide, summed
 
 
-def _draw_components(axes: Any, one: Record) -> None:
-    parts, members = one["components"], np.array(one["components"]["members"], dtype=int)
+def _draw_components(axes: Any, plot: Record) -> None:
+    parts, members = plot["components"], np.array(plot["components"]["members"], dtype=int)
     area = 2 + 250 / math.sqrt(max(1, len(members))) * members / members.max(initial=1)
     label = f"components: {len(members):,}, with {members.sum():,} weights of their own (by area)"
     axes.scatter(parts["mean"], parts["scale"], area, color=COLOURS[0], alpha=0.7, lw=0, label=label, zorder=4)
     for name in ("outliers", "blended"):
         colour, marker, words = CLASSES[name]
-        shown = one[name]
+        shown = plot[name]
         some = f" ({len(shown['mean']):,} drawn)" if len(shown["mean"]) < shown["count"] else ""
         style = {"marker": marker, "fillstyle": "none", "markersize": 3.5, "markeredgewidth": 0.7, "color": colour}
         label = f"{words}: {shown['count']:,} weights{some}"
@@ -252,9 +252,9 @@ def _draw_components(axes: Any, one: Record) -> None:
     _legend(axes)
 
 
-def _draw_close_up(axes: Any, one: Record) -> None:
+def _draw_close_up(axes: Any, plot: Record) -> None:
     """Draw components around the largest one: the centre, and the ellipses of one and two standard deviations."""
-    parts = one["components"]
+    parts = plot["components"]
     if not parts["mean"]:  # a layer of outliers alone
         axes.set_axis_off()
         return
@@ -264,15 +264,15 @@ def _draw_close_up(axes: Any, one: Record) -> None:
     near = np.argsort(apart)[:NEAR]
     around = np.linspace(0, 2 * np.pi, 60)
     circle = np.stack([np.cos(around), np.sin(around)])
-    for number, place in enumerate(near):
-        a, b, c = parts["cholesky"][place]
+    for number, index in enumerate(near):
+        a, b, c = parts["cholesky"][index]
         ellipse = np.array([[a, 0.0], [b, c]]) @ circle
         colour = COLOURS[number % (len(COLOURS) - 1)]
         for size, style in ((1, "-"), (2, ":")):
-            axes.plot(*(points[place][:, None] + size * ellipse), style, color=colour, lw=1.1)
-        axes.plot(*points[place], ".", color=colour, markersize=5)
+            axes.plot(*(points[index][:, None] + size * ellipse), style, color=colour, lw=1.1)
+        axes.plot(*points[index], ".", color=colour, markersize=5)
     limits = axes.axis()
-    blended = one["blended"]
+    blended = plot["blended"]
     mark = {"ls": "", "color": "black", "markersize": 3.5, "fillstyle": "none", "markeredgewidth": 0.7, "alpha": 0.6}
     axes.plot(blended["mean"], blended["scale"], marker=CLASSES["blended"][1], label="blended weights", **mark)
     axes.axis(limits)
@@ -284,9 +284,9 @@ def _draw_close_up(axes: Any, one: Record) -> None:
     _legend(axes)
 
 
-def _draw_scales(axes: Any, one: Record) -> None:
-    count: NDArray[np.int64] = np.array(one["count"]).sum(0)
-    edges = one["scale_edges"]
+def _draw_scales(axes: Any, plot: Record) -> None:
+    count: NDArray[np.int64] = np.array(plot["count"]).sum(0)
+    edges = plot["scale_edges"]
     axes.stairs(count, edges, color=COLOURS[0], fill=True, alpha=0.6)
     axes.set_yscale("log")
     if edges[0] > 0 and edges[-1] > WIDE * edges[0]:
@@ -297,15 +297,15 @@ def _draw_scales(axes: Any, one: Record) -> None:
     axes.set(xlabel="scale σ", ylabel="weights in a bin")
 
 
-def _draw_means(axes: Any, one: Record) -> None:
-    shared = "components" in one
-    counts = one["means"] if shared else {"single": np.array(one["count"]).sum(1).tolist()}
+def _draw_means(axes: Any, plot: Record) -> None:
+    shared = "components" in plot
+    counts = plot["means"] if shared else {"single": np.array(plot["count"]).sum(1).tolist()}
     for name, count in counts.items():
         colour, _, words = CLASSES[name]
         label = f"{words}: {sum(count):,}" if shared else None
         style = {"single": "-", "blended": "--", "outliers": ":"}[name]
         if sum(count):
-            axes.stairs(count, one["mean_edges"], color=colour, label=label, linestyle=style, linewidth=1.4)
+            axes.stairs(count, plot["mean_edges"], color=colour, label=label, linestyle=style, linewidth=1.4)
     axes.set_yscale("log")
     axes.set_title("means", fontsize=9)
     axes.set(xlabel="mean μ", ylabel="weights in a bin")

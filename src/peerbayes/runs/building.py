@@ -149,8 +149,8 @@ def _start(node: Node, peer: Peer, data: Dataset, rehearse: bool) -> Path | Post
     if isinstance(start, Path):
         refuse_other_words(start.parent, data)
         _check_source(start.parent, node.recipe, data)
-    elif start is not None and (known := run_of(start)) is not None:
-        known.refuse_strange(data, sizes=False)
+    elif start is not None and (source_run := run_of(start)) is not None:
+        source_run.refuse_strange(data, sizes=False)
     return start
 
 
@@ -179,8 +179,8 @@ def build_teachers(node: Node, data: Dataset, device: torch.device) -> Teachers 
         teachers += [run[name].to(device) for name in names if chosen is None or chosen.has(name)]
     # Runs of given teachers, each once.
     given = {teacher.provenance.run: teacher for teacher in node.teachers if isinstance(teacher, Posterior)}
-    for known in filter(None, map(run_of, given.values())):
-        known.refuse_strange(data, f"teacher {known.folder}", sizes=False)
+    for teacher_run in filter(None, map(run_of, given.values())):
+        teacher_run.refuse_strange(data, f"teacher {teacher_run.folder}", sizes=False)
     draws = node.given.teacher_draws if chosen is None else chosen.draws
     return Teachers(teachers, draws, node.seed) if teachers else None
 

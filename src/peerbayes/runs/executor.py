@@ -120,7 +120,7 @@ def execute(
             failed = _train_packed(nodes, loaded, device, resume or not last, reporter, options)
             if failed and not last:
                 raise next(iter(failed.values()))
-        of_targets = {place: failed[node.folder] for place, node in enumerate(plan.targets) if node.folder in failed}
+        of_targets = {index: failed[node.folder] for index, node in enumerate(plan.targets) if node.folder in failed}
         if errors is not None:
             errors.update(of_targets)
         elif of_targets:
@@ -152,8 +152,8 @@ def dry_run(plan: Plan, options: RunOptions, *, resume: bool = False) -> list[di
             "folder": str(node.folder),
             "seed": node.seed,
             "peers": {peer.name: peer.network for peer in recipe.peers},
-            "starts": {name: _told(start) for name, start in node.starts.items()},
-            "teachers": [_told(teacher) for teacher in node.teachers],
+            "starts": {name: _parent_name(start) for name, start in node.starts.items()},
+            "teachers": [_parent_name(teacher) for teacher in node.teachers],
             "data": data.name,
             "epochs": recipe.epochs,
             "steps": recipe.epochs * (len(data.train) // recipe.data.batch_size),
@@ -162,7 +162,7 @@ def dry_run(plan: Plan, options: RunOptions, *, resume: bool = False) -> list[di
     return rows
 
 
-def _told(parent: Parent) -> str:
+def _parent_name(parent: Parent) -> str:
     if isinstance(parent, Posterior):
         return f"a {parent.kind} posterior"
     return str(parent.folder if isinstance(parent, Node) else parent)
@@ -178,12 +178,12 @@ def check_jobs(jobs: Sequence[Job], *, resume: bool | None = None, loaded: DataC
         how: see `RunOptions`.
     """
     options = RunOptions(**how)
-    known, device = loaded or DataCache(options.root), options.pick_device()
+    data_sets, device = loaded or DataCache(options.root), options.pick_device()
     for node in resolve(jobs).targets:
         if resume is not None:
             refuse_occupied(node, resume)
         if not node.finished:
-            _rehearse(node, known(node), device, options)
+            _rehearse(node, data_sets(node), device, options)
 
 
 def _device(plan: Plan, options: RunOptions) -> torch.device:
@@ -230,8 +230,8 @@ def _check_folders(plan: Plan, resume: bool) -> None:
             run.refuse_other_data(given.data)
         trained = {name: Point(network) for name, network in given.networks.items() if given.trained}
         for name, start in {**trained, **node.starts}.items():
-            known = run.origins.get(peer_called(name))
-            if known is not None and known != _parent_digest(run, name, start):
+            recorded = run.origins.get(peer_called(name))
+            if recorded is not None and recorded != _parent_digest(run, name, start):
                 raise InputError(other_weights(node.folder, peer_called(name)))
 
 
@@ -347,7 +347,7 @@ def _train_packed(
             peers = build_peers(node, data, device, depth)
             goes_on = resume or node.folder in begun
             sessions.append(Session(node, peers, data, goes_on, own_reporter, options, len(pack), teachers, depth))
-        errors |= {pack[place].folder: error for place, error in train_pack(sessions, options.world).items()}
+        errors |= {pack[index].folder: error for index, error in train_pack(sessions, options.world).items()}
         del sessions, teachers, peers
         gc.collect()  # graphs, moments and memory pools of this pack, before the next one takes its own
         again = [node for node in pack if len(pack) > 1 and isinstance(errors.get(node.folder), OutOfMemory)]

@@ -91,8 +91,8 @@ def origins_of(peers: Mapping[str, Posterior], teachers: Sequence[Posterior]) ->
             posterior.provenance = replace(posterior.provenance, parent=posterior.digest(), state="untrained")
     parents = {peer_called(name): posterior.provenance.parent for name, posterior in peers.items()}
     origins = {who: parent for who, parent in parents.items() if parent}
-    known = [teacher.digest() for teacher in teachers]
-    return origins | ({TAUGHT_BY: " ".join(known)} if known else {})
+    digests = [teacher.digest() for teacher in teachers]
+    return origins | ({TAUGHT_BY: " ".join(digests)} if digests else {})
 
 
 def refuse_other_origins(folder: Path, origins: Mapping[str, str]) -> None:

@@ -114,8 +114,8 @@ class MLflowLogger(Logger):
             except MlflowException:  # another store than the one that it began in
                 state.clear()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = self.client.get_experiment_by_name(name)
-        experiment = self.client.create_experiment(name) if known is None else known.experiment_id
+        existing = self.client.get_experiment_by_name(name)
+        experiment = self.client.create_experiment(name) if existing is None else existing.experiment_id
         state["run"] = self.client.create_run(experiment, run_name=_title(folder)).info.run_id
 
     def parameters(self, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002 (its parts are the parameters)

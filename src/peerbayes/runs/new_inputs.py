@@ -244,7 +244,7 @@ def _in_table(path: Path) -> Iterator[str]:
     header = [cell.strip().lower().replace("_", " ") for cell in first[1]]
     column = next((header.index(name) for name in PATHS if name in header), None)
     if column is None:
-        there = [place for place, cell in enumerate(first[1]) if (path.parent / cell.strip()).is_file()]
+        there = [index for index, cell in enumerate(first[1]) if (path.parent / cell.strip()).is_file()]
         if not there:
             raise InputError(f"{path}, row 1: expected a column {', '.join(map(repr, PATHS))}, or the name of a file")
         column, rows = there[0], itertools.chain([first], rows)
@@ -337,7 +337,7 @@ def predict_batches(
             with watched(Share(watcher, len(names))):
                 parts.append(posterior.predict(images, draws, seed=run.seed, name=name, calibrated=False))
             run.refuse_nan(name, parts[-1].log_probabilities)
-        together = _as_one(parts).tempered(temperature)
+        together = as_one(parts).tempered(temperature)
         together = together if certificate is None else together.promising(certificate)
         yield replace(together, inputs=names, kind=new.kind)
 
@@ -364,10 +364,10 @@ def _promised(
     return certificate.promising(coverage, risk, origin, how)
 
 
-def _as_one(parts: list[Prediction]) -> Prediction:
+def as_one(parts: Sequence[Prediction]) -> Prediction:
     """Return the average of the predictions of several posteriors, with all of their draws, on the CPU."""
-    first, *others = parts
-    if not others:
+    first = parts[0]
+    if len(parts) == 1:
         return replace(first, **{name: tensor.cpu() for name, tensor in first.by_input().items()})
     return Prediction(
         mean_of(torch.stack([part.log_probabilities for part in parts])).cpu(),

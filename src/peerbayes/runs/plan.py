@@ -132,7 +132,7 @@ def resolve(jobs: Sequence[Job]) -> Plan:
     for node in targets:
         _note_heights(node, 0, heights)
     count = max(heights.values(), default=-1) + 1
-    waves = [[node for node, height in heights.items() if height == count - 1 - place] for place in range(count)]
+    waves = [[node for node, height in heights.items() if height == count - 1 - number] for number in range(count)]
     return Plan(targets, waves)
 
 
@@ -162,16 +162,16 @@ class _Resolver:
     def node(self, job: Job) -> Node:
         """Return the node of a completed job's folder."""
         key = job.folder.resolve()
-        known = self._nodes.get(key)
-        wanted = self._wanted.get(key) or (known if known is not None else job)
+        node = self._nodes.get(key)
+        wanted = self._wanted.get(key) or (node if node is not None else job)
         if wanted.recipe != job.recipe:
             raise InputError(
                 f"{wanted.folder}: other runs start from it with the settings of '{job.recipe.name}', but other "
                 "settings are asked for; train it into a folder of its own"
             )
-        if known is None:
-            known = self._nodes[key] = self._made(wanted)
-        return known
+        if node is None:
+            node = self._nodes[key] = self._made(wanted)
+        return node
 
     def _made(self, job: Job) -> Node:
         finished = is_trained(job.folder)
@@ -272,8 +272,8 @@ class _Resolver:
             return
         recipe = self.recipe(source)
         needed = [peer.start_from for peer in recipe.peers if peer.start_from is not None]
-        for one in (*needed, *(recipe.teachers.runs if recipe.teachers is not None else ())):
-            self._check_circle(one, (*above, source))
+        for needed_source in (*needed, *(recipe.teachers.runs if recipe.teachers is not None else ())):
+            self._check_circle(needed_source, (*above, source))
 
     # ---- teachers ------------------------------------------------------------------------------------------------
 
@@ -301,16 +301,16 @@ class _Resolver:
         """Return the recipe with what it leaves to its teachers: ``network = "teachers"``, and ``members = 0``."""
         if recipe.teachers is None:
             return recipe
-        known: list[Recipe] = []
+        recipes: list[Recipe] = []
         taught: dict[tuple[str, str], Peer] = {}
         at_hand: dict[str, list[Peer]] = {}  # by source, whether they are to teach or not
         for source in recipe.teachers.runs:
             path = Path(source).expanduser()
             folder = path.parent if path.suffix == ".safetensors" else path
-            known.append(self._recipe_of_teacher(source, path, folder))
+            recipes.append(self._recipe_of_teacher(source, path, folder))
             where = str(folder.resolve()) if folder.exists() else source
             file = path.name if folder != path else None
-            at_hand[source] = [p for p in known[-1].peers if file in (None, f"weights-{p.name}.safetensors")]
+            at_hand[source] = [p for p in recipes[-1].peers if file in (None, f"weights-{p.name}.safetensors")]
             for peer in (peer for peer in at_hand[source] if recipe.teachers.has(peer.name)):
                 if (where, peer.name) in taught:
                     raise InputError(f"teachers.runs: '{source}' would let peer '{peer.name}' teach twice")
@@ -333,7 +333,7 @@ class _Resolver:
         ]
         for peer in table["peers"]:
             if peer["network"] == TEACHERS:
-                peer["network"] = next(iter(taught.values()), known[0].peers[0]).network
+                peer["network"] = next(iter(taught.values()), recipes[0].peers[0]).network
             if peer.get("start_from") == TEACHERS:
                 self._start_from_teacher(peer, recipe.teachers.runs[0], taught)
             if peer["posterior"].get("members") == 0:
@@ -366,8 +366,8 @@ class _Resolver:
 
     def _check_comparison(self, recipe: Recipe, teacher: Peer) -> None:
         """Refuse a recipe that compares teachers where there is one; name one that does not."""
-        kinds = [(place, stage.perturb.kind) for place, stage in enumerate(recipe.stages) if stage.perturb is not None]
-        for place, kind in kinds:
+        kinds = [(index, stage.perturb.kind) for index, stage in enumerate(recipe.stages) if stage.perturb is not None]
+        for index, kind in kinds:
             if kind in SEVERAL:
                 fitting = (
                     name
@@ -378,7 +378,7 @@ class _Resolver:
                 )
                 more = "set teachers.draws above 1" if teacher.posterior.varies() else "give it two or more"
                 raise InputError(
-                    f"stages.{place}.perturb: '{kind}' compares teachers, but there is only one; {more}, or take a "
+                    f"stages.{index}.perturb: '{kind}' compares teachers, but there is only one; {more}, or take a "
                     f"recipe for one, such as {next(fitting, 'distillation/kd')}"
                 )
 

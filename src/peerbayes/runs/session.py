@@ -157,10 +157,10 @@ def refuse_unknown(options: Iterable[str], *functions: Callable[..., Any]) -> No
         functions: the one that was called, and those that take what it passes on.
     """
     arguments = (name for function in functions for name in inspect.signature(function).parameters if name != "how")
-    known = {*arguments, *(field.name for field in fields(RunOptions))}
+    accepted = {*arguments, *(field.name for field in fields(RunOptions))}
     for option in options:
-        if option not in known:
-            raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, known)}")
+        if option not in accepted:
+            raise InputError(f"{functions[0].__name__} has no option '{option}'{nearest(option, accepted)}")
 
 
 class _Mute(Reporter):
@@ -354,7 +354,7 @@ def train_pack(sessions: Sequence[Session], world: World) -> dict[int, TrainingE
     with contextlib.ExitStack() as stack:
         for session in sessions:
             stack.enter_context(session.opened())
-        errors = run_together([session.learner for session in sessions], lambda place: sessions[place].finish())
+        errors = run_together([session.learner for session in sessions], lambda index: sessions[index].finish())
         world.barrier()  # what was written is there for all
     return errors
 

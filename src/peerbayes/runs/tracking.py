@@ -169,10 +169,10 @@ class _Logged:
 def _states(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / STATE
     try:
-        found = read_json(path) if path.is_file() else {}
+        states = read_json(path) if path.is_file() else {}
     except InputError:  # damaged: as if nothing had been logged
         return {}
-    return {name: state for name, state in found.items() if isinstance(state, dict)}
+    return {name: state for name, state in states.items() if isinstance(state, dict)}
 
 
 # ---- what is logged --------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def parameters_of(folder: Path, recipe: Recipe, about: Mapping[str, Any]) -> dic
         about: what run.json says of it.
     """
     first = {"recipe": recipe.name, "digest": recipe.digest, "folder": str(folder.resolve())}
-    known = {key: about[key] for key in ("seed", "hardware", "engine", "precision", "versions") if key in about}
-    return first | dict(_flat(known, ".")) | dict(_flat(recipe.model_dump(exclude_none=True), "."))
+    described = {key: about[key] for key in ("seed", "hardware", "engine", "precision", "versions") if key in about}
+    return first | dict(_flat(described, ".")) | dict(_flat(recipe.model_dump(exclude_none=True), "."))
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -202,7 +202,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     judged = {peer["name"]: peer for peer in record["peers"]}
     judged |= {"ensemble": record["ensemble"]} if "ensemble" in record else {}
     return _numbers({
-        "test": {who: {key: value for key, value in one.items() if key not in CURVES} for who, one in judged.items()}
+        "test": {who: {key: value for key, value in peer.items() if key not in CURVES} for who, peer in judged.items()}
     })  # fmt: skip
 
 

@@ -172,31 +172,31 @@ def make_app(served: Served, limits: Limits | None = None, hosts: Sequence[str] 
         else:
             named = await in_thread(images_of, body, request.headers["content-type"], limits)
             names = [name for name, _ in named]
-            inputs = list(await asyncio.gather(*(in_thread(read_image, *one) for one in named)))
+            inputs = list(await asyncio.gather(*(in_thread(read_image, *image) for image in named)))
         return names, inputs
 
     @app.post("/predict", response_model=Answers, responses=faults, openapi_extra=_body(served, limits))
     async def predict(request: Request) -> JSONResponse:
         """Predict images or texts, whichever the network takes."""
-        with in_hand.place():
+        with in_hand.admit():
             try:
                 async with asyncio.timeout(limits.seconds):
                     names, inputs = await given(request)
                     prediction: Prediction = await batcher(inputs)
             except TimeoutError:
                 raise Refused(503, f"there was no answer within {limits.seconds:g} s; try again later") from None
-            found = [{**one, "input": name} for name, one in zip(names, answers(prediction, passes), strict=True)]
-            return JSONResponse({"predictions": found})
+            named = zip(names, answers(prediction, passes), strict=True)
+            return JSONResponse({"predictions": [{**answer, "input": name} for name, answer in named]})
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return JSONResponse(error.content, error.status, error.headers)
+        return JSONResponse({"detail": error.detail}, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> JSONResponse:
-        known = "there are /, /predict, /health, /model and /openapi.json"
-        told = {404: f"there is no such page; {known}", 405: f"{request.method} is not answered here; {known}"}
-        detail = told.get(error.status_code, str(error.detail))
+        pages = "there are /, /predict, /health, /model and /openapi.json"
+        messages = {404: f"there is no such page; {pages}", 405: f"{request.method} is not answered here; {pages}"}
+        detail = messages.get(error.status_code, str(error.detail))
         return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
@@ -258,8 +258,8 @@ class _InHand:
         self.most, self.count = most, 0
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold a place, within the block."""
+    def admit(self) -> Iterator[None]:
+        """Count a request within the block."""
         if self.count >= self.most:
             raise Refused(503, f"{self.most} requests are in hand, which is as many as are taken; try again later")
         self.count += 1
@@ -273,9 +273,9 @@ def _page() -> tuple[str, str]:
     """Return the page, and the policy under which it runs its own script and nothing else."""
     page = resources.files("peerbayes.serving").joinpath("page.html").read_text("utf-8")
     hashes = {
-        tag: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        tag: base64.b64encode(hashlib.sha256(block[1].encode()).digest()).decode()
         for tag in ("script", "style")
-        if (found := re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) is not None
+        if (block := re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) is not None
     }
     policy = (
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "

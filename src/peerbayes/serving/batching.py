@@ -41,8 +41,8 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in inputs]
-        for one, future in zip(inputs, futures, strict=True):
-            self._waiting.put_nowait((one, future))
+        for tensor, future in zip(inputs, futures, strict=True):
+            self._waiting.put_nowait((tensor, future))
         try:
             return Prediction.joined(await asyncio.gather(*futures))
         finally:  # nobody waits for the others of a request that has failed, or was too slow
@@ -65,18 +65,18 @@ class Batcher:
     async def _predict_all(self, thread: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            batch = [one for one in await self._together() if not one[1].done()]
+            batch = [waiting for waiting in await self._together() if not waiting[1].done()]
             if not batch:
                 continue
             self.batches = [*self.batches[-99:], len(batch)]
-            found = await loop.run_in_executor(thread, self._each, [inputs for inputs, _ in batch])
-            for (_, future), one in zip(batch, found, strict=True):
+            results = await loop.run_in_executor(thread, self._each, [inputs for inputs, _ in batch])
+            for (_, future), result in zip(batch, results, strict=True):
                 if future.done():
                     continue
-                if isinstance(one, Exception):
-                    future.set_exception(one)
+                if isinstance(result, Exception):
+                    future.set_exception(result)
                 else:
-                    future.set_result(one)
+                    future.set_result(result)
 
     async def _together(self) -> list[_Waiting]:
         """Return what has arrived, and what arrives within a moment."""
@@ -90,8 +90,8 @@ class Batcher:
     def _each(self, inputs: list[Tensor]) -> list[Prediction | Exception]:
         try:
             whole = self.predict(torch.stack(inputs))
-            return [whole[place : place + 1] for place in range(len(inputs))]
+            return [whole[index : index + 1] for index in range(len(inputs))]
         except Exception as error:
             if len(inputs) == 1:
                 return [error]
-            return [self._each([one])[0] for one in inputs]
+            return [self._each([tensor])[0] for tensor in inputs]

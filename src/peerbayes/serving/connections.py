@@ -52,8 +52,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self.most:
-            connections = [one for one in self.connections if isinstance(one, Connection) and one.idle]
-            min(connections, key=lambda one: one.ends).drop()
+            connections = [other for other in self.connections if isinstance(other, Connection) and other.idle]
+            min(connections, key=lambda other: other.ends).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""

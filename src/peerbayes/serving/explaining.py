@@ -19,9 +19,9 @@ def answers(prediction: Prediction, passes: int) -> Iterator[dict[str, Any]]:
         passes: how many networks it is the average of.
     """
     raw = prediction.raw.entropy.tolist()
-    for place, record in enumerate(prediction.records()):
+    for index, record in enumerate(prediction.records()):
         answer = {"input": record.pop(prediction.kind), "set": None, "abstain": None} | record
-        words = [_entropy(answer), _disagreement(answer, raw[place], passes), _answered(prediction, place, answer)]
+        words = [_entropy(answer), _disagreement(answer, raw[index], passes), _answered(prediction, index, answer)]
         yield answer | {"explanation": [*words, _set(prediction, answer)]}
 
 
@@ -44,11 +44,11 @@ def _disagreement(answer: dict[str, Any], raw: float, passes: int) -> str:
     )
 
 
-def _answered(prediction: Prediction, place: int, answer: dict[str, Any]) -> str:
+def _answered(prediction: Prediction, index: int, answer: dict[str, Any]) -> str:
     promise = None if prediction.certificate is None else prediction.certificate.risk
     if promise is None:
         return f"It never abstains: no risk is promised of its answers. {ASK}."
-    number = int(prediction.classes[place])
+    number = int(prediction.classes[index])
     threshold = promise.thresholds[number if len(promise.thresholds) > 1 else 0]
     said = (
         f"the probability of '{answer['class']}' is {answer['probability']:.4g}, and from {threshold:.4g} on at most "
@@ -61,8 +61,8 @@ def _answered(prediction: Prediction, place: int, answer: dict[str, Any]) -> str
 def _set(prediction: Prediction, answer: dict[str, Any]) -> str:
     promise = None if prediction.certificate is None else prediction.certificate.coverage
     if promise is None:
-        told = prediction.certificate is None or prediction.certificate.risk is None  # by what says why it answers
-        return "There is no set of classes: no coverage is promised." + ("" if told else f" {ASK}.")
+        explained = prediction.certificate is None or prediction.certificate.risk is None  # by what says why it answers
+        return "There is no set of classes: no coverage is promised." + ("" if explained else f" {ASK}.")
     count = len(answer["set"])
     what = "no class" if count == 0 else "one class" if count == 1 else f"{count} classes"
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -57,8 +57,3 @@ class Refused(Exception):
         """What goes with the status: when to come again, and that the rest of a body is not read."""
         closed = {"Connection": "close"} if self.status in (413, 415, 503) else {}
         return closed | ({"Retry-After": "1"} if self.status == 503 else {})
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The body of the answer."""
-        return {"detail": self.detail}

@@ -46,8 +46,8 @@ async def read_body(request: Request, kind: str, limits: Limits) -> bytes:
         sent = f"'{printable(given.decode('latin-1'))[:NAME]}'" if given else "no content type"
         raise Refused(415, f"expected a body of type {kind}, got {sent}")
     too_large = Refused(413, f"the body is larger than {limits.body:,} bytes, which is as much as is taken at once")
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told[:20]) > limits.body:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limits.body:
         raise too_large
     body = bytearray()
     try:

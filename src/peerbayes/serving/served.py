@@ -95,9 +95,9 @@ class Served:
 
     def predict(self, inputs: Tensor) -> Prediction:
         """Return what `Run.predict` says of inputs (N, ...), with all that is promised of it."""
-        found, promised = self.certificate, {}
-        for name in ("coverage", "risk") if found is not None else ():
-            promise = getattr(found, name)
+        certificate, promised = self.certificate, {}
+        for name in ("coverage", "risk") if certificate is not None else ():
+            promise = getattr(certificate, name)
             promised[name] = None if promise is None else promise.level
         how: dict[str, Any] = {**promised, "draws": self.draws, "device": self.device}
         return Prediction.joined(list(self.run.predict_batches(inputs, self.peer, **how)))
@@ -106,19 +106,13 @@ class Served:
     def draws_each(self) -> int:
         """How many draws of each peer an answer is the average of."""
         certificate = self.certificate
-        known = self.run.recipe.evaluation.draws if certificate is None else certificate.draws
-        return known if self.draws is None else self.draws
+        usual = self.run.recipe.evaluation.draws if certificate is None else certificate.draws
+        return usual if self.draws is None else self.draws
 
     @property
     def passes(self) -> int:
         """How many networks an answer is the average of."""
         return sum(self.draws_each if self.run[name].stochastic else 1 for name in self.names)
-
-    @property
-    def class_names(self) -> list[str]:
-        """The names of the classes, or their numbers."""
-        count = self.run.network_inputs().classes
-        return list(self.run.about.get("class_names") or map(str, range(count)))
 
     @property
     def temperature(self) -> float:
@@ -131,13 +125,13 @@ class Served:
         Args:
             limits: of the server.
         """
-        recipe, certificate = without_folders(self.run.recipe), self.certificate
+        recipe, certificate, inputs = without_folders(self.run.recipe), self.certificate, self.run.network_inputs()
         peers = [peer for peer in recipe.peers if peer.name in self.names]
         return {
             "name": self.run.folder.resolve().name,
             "takes": "texts" if self.texts else "images",
-            "shape": list(self.run.network_inputs().shape),
-            "classes": self.class_names,
+            "shape": list(inputs.shape),
+            "classes": list(self.run.about.get("class_names") or map(str, range(inputs.classes))),
             "networks": {peer.name: peer.network for peer in peers},
             "posteriors": {peer.name: peer.posterior.kind for peer in peers},
             "recipe": {"name": recipe.name, "title": recipe.title},
@@ -166,5 +160,5 @@ class Served:
             keys = {name: key for name, key in SHOWN.items() if same or not name.startswith("calibrated")}
             return {name: float(part[key]) for name, key in keys.items() if part.get(key) is not None}
         except (KeyError, TypeError, ValueError) as error:
-            told = f"not a record of an evaluation ({type(error).__name__}: {error})"
-            raise InputError(f"{path}: {told}; `peerbayes evaluate {self.run.folder}` writes it") from None
+            message = f"not a record of an evaluation ({type(error).__name__}: {error})"
+            raise InputError(f"{path}: {message}; `peerbayes evaluate {self.run.folder}` writes it") from None

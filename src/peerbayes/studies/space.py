@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from peerbayes.errors import InputError, nearest
-from peerbayes.recipes.recipe import Recipe, keys, keys_meant
+from peerbayes.recipes.recipe import Recipe, keys, keys_meant, read_value
 from peerbayes.terms.definition import find as find_term
 
 Value = bool | int | float | str
@@ -122,10 +121,7 @@ def _range(item: str, parts: list[str]) -> tuple[int | float, int | float, bool]
 
 
 def _value(text: str) -> Any:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text.strip()  # a bare word is a string
+    value = read_value(text.strip())
     return value if isinstance(value, bool | int | float | str) else text.strip()
 
 

@@ -178,7 +178,8 @@ class Study:
         self._heart.join()
         try:
             for claim in list(self._mine.values()):
-                self._give_back(claim.number, claim.setting)
+                self._study.tell(claim.number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
+                self._enqueue(claim.setting)
         finally:
             self._worker.close()
             close_storage(self._storage)
@@ -238,10 +239,6 @@ class Study:
 
     def _enqueue(self, setting: Setting) -> None:
         self._study.enqueue_trial(setting, user_attrs={"setting": setting})
-
-    def _give_back(self, number: int, setting: Setting) -> None:
-        self._study.tell(number, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
-        self._enqueue(setting)
 
     def _given_up(self, trial: optuna.trial.FrozenTrial) -> bool:
         return trial.state == self._optuna.trial.TrialState.FAIL and "reason" not in trial.user_attrs

@@ -46,16 +46,16 @@ class _Classes:
     @classmethod
     def of(cls, items: Items, names: tuple[str, ...] | None, first: int | None) -> _Classes:
         """Return the numbering of training items; ``first`` is the first class number where the layout says so."""
-        found = set(items.labels)
-        numbers = {whole_number(label) for label in found}
-        if None in numbers or (names is not None and not items.numbered and found <= set(names)):
-            names = names or in_order(set(map(str, found)))
+        labels = set(items.labels)
+        numbers = {whole_number(label) for label in labels}
+        if None in numbers or (names is not None and not items.numbered and labels <= set(names)):
+            names = names or in_order(set(map(str, labels)))
             return cls(len(names), names, by_name=True, first=0)
-        known = {number for number in numbers if number is not None}
+        present = {number for number in numbers if number is not None}
         if first is None:
-            first = 0 if 0 in known else 1
-        count = len(names) if names is not None else max(known) - first + 1
-        absent = next((number for number in range(first, first + count) if number not in known), None)
+            first = 0 if 0 in present else 1
+        count = len(names) if names is not None else max(present) - first + 1
+        absent = next((number for number in range(first, first + count) if number not in present), None)
         if names is None and absent is not None:
             item = "image" if items.images else "text"
             raise InputError(f"{items.where}: no {item} has class {absent}: number the classes without gaps, or name "
@@ -71,12 +71,12 @@ class _Classes:
 
     def texts(self, items: Items) -> Texts:
         """Return items with their class numbers; a label that is none is refused by its row."""
-        places = {name: place for place, name in enumerate(self.names or ())}
+        indices = {name: index for index, name in enumerate(self.names or ())}
         labels = []
-        for place, label in enumerate(items.labels):
-            number = places.get(str(label)) if self.by_name else whole_number(label)
+        for index, label in enumerate(items.labels):
+            number = indices.get(str(label)) if self.by_name else whole_number(label)
             if number is None or not 0 <= number - self.first < self.count:
-                raise InputError(f"{items.place(place)}: expected {self._expected}, found '{label}'")
+                raise InputError(f"{items.locate(index)}: expected {self._expected}, found '{label}'")
             labels.append(number - self.first)
         return Texts(items.texts, torch.tensor(labels, dtype=torch.int64))
 
@@ -99,19 +99,19 @@ def assemble(
     """
     for part, items in (("train", train), ("test", test), ("validation", validation)):
         if items is not None and any(split_called(value) != part for value in items.splits):
-            told = f"{items.where}: the column 'split' is not used: all of it is given as '{part}'"
-            warnings.warn(told, PeerbayesWarning, stacklevel=2)
+            message = f"{items.where}: the column 'split' is not used: all of it is given as '{part}'"
+            warnings.warn(message, PeerbayesWarning, stacklevel=2)
     classes = _Classes.of(train, names, first)
     learnt = classes.texts(train)
-    others = [None if items is None else classes.texts(items) for items in (test, validation)]
+    held_out = [None if items is None else classes.texts(items) for items in (test, validation)]
     for items in (test, validation):
         if items is not None and items.images != train.images:
             kinds = ("images", "texts") if items.images else ("texts", "images")
             raise InputError(f"{items.where}: holds {kinds[0]}, expected {kinds[1]} as in {train.where}")
     if not train.images:
-        return Corpus(learnt, others[0], others[1], classes.count, classes.names)
+        return Corpus(learnt, held_out[0], held_out[1], classes.count, classes.names)
     size = natural_size(learnt.texts)
-    files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *others)]
+    files = [None if split is None else FolderSplit(split.texts, split.labels, size) for split in (learnt, *held_out)]
     return Source(files[0], files[1], files[2], classes=classes.count, class_names=classes.names)
 
 
@@ -142,12 +142,12 @@ def read_csv(
     if listing.is_file():
         names = _listed(listing)
     items = csv_items(train)
-    others = [None if path is None else csv_items(path) for path in (test, validation)]
+    held_out = [None if path is None else csv_items(path) for path in (test, validation)]
     if items.splits and test is None and validation is None:
         parts = by_split(items.where, items.splits) or {"train": range(len(items.texts))}
-        others = [items.select(parts[part]) if part in parts else None for part in ("test", "validation")]
+        held_out = [items.select(parts[part]) if part in parts else None for part in ("test", "validation")]
         items = items.select(parts["train"])
-    return assemble(items, others[0], others[1], names, 1 if items.numbered else None)
+    return assemble(items, held_out[0], held_out[1], names, 1 if items.numbered else None)
 
 
 def _listed(path: Path) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def read_corpus(path: Path, want_train: bool, names: tuple[str, ...] | None = No
         return _read_json(path, want_train)
     if path.is_file():
         return read_csv(path, None, None, want_train, names)
-    there = {place.stem: place for place in path.glob("*.csv") if place.is_file()}
+    there = {file.stem: file for file in path.glob("*.csv") if file.is_file()}
     train, test, validation = (
         there.get(_one_of(path, there, SPLIT_NAMES[part]) or "") for part in ("train", "test", "validation")
     )
@@ -220,9 +220,9 @@ def _read_json(path: Path, want_train: bool) -> Corpus:
     names = content.get("classes")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InputError(f"{path}: expected 'classes' as a list of names")
-    others = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
+    held_out = [None if key is None else json_items(path, key, content[key]) for key in (test, validation)]
     items = json_items(path, train, content[train])
-    corpus = assemble(items, others[0], others[1], tuple(names) if names else None, 0)
+    corpus = assemble(items, held_out[0], held_out[1], tuple(names) if names else None, 0)
     assert isinstance(corpus, Corpus)
     return corpus
 

@@ -77,11 +77,6 @@ def _sortable(entry: os.DirEntry[str]) -> str:
     return entry.name if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".") else ""
 
 
-def image_files(folder: Path) -> list[str]:
-    """Return every image below ``folder``, sorted; hidden files and other extensions are passed over."""
-    return list(walk_images(folder))
-
-
 def class_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders, sorted; a class is numbered by its place."""
     children = _folders(folder)
@@ -99,27 +94,27 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 def _refuse_one_level_up(folder: Path, only: Path) -> None:
     """Refuse a folder whose only sub-folder holds those of classes or splits."""
-    place = only
-    while len(below := _folders(place)) == 1:
-        place = below[0]
+    inner = only
+    while len(below := _folders(inner)) == 1:
+        inner = below[0]
     if below:
         some = ", ".join(f"'{child.name}'" for child in below[:3]) + (", ..." if len(below) > 3 else "")
         raise InputError(f"{folder}: expected one sub-folder a class, found '{only.name}' alone; if {some} in it are "
-                         f"the classes or splits, give {place}")  # fmt: skip
+                         f"the classes or splits, give {inner}")  # fmt: skip
 
 
 def _warn_of_splits_below(folder: Path, classes: Sequence[Path]) -> None:
     """Tell that every class folder holds folders that are called as splits are: their images are mixed."""
 
-    def splits(place: Path) -> set[str]:
-        return {child.name for child in _folders(place) if split_called(child.name)}
+    def splits(class_folder: Path) -> set[str]:
+        return {child.name for child in _folders(class_folder) if split_called(child.name)}
 
     shared = splits(classes[0])
-    if len(shared) > 1 and all(splits(place) == shared for place in classes[1:]):
-        one, two = sorted(shared)[:2]
-        told = (f"{folder}: every class folder holds '{one}' and '{two}', whose images are mixed; expected "
-                f"'{one}' and '{two}' at the top, with the class folders in each")  # fmt: skip
-        warnings.warn(told, PeerbayesWarning, stacklevel=2)
+    if len(shared) > 1 and all(splits(class_folder) == shared for class_folder in classes[1:]):
+        first, second = sorted(shared)[:2]
+        message = (f"{folder}: every class folder holds '{first}' and '{second}', whose images are mixed; expected "
+                   f"'{first}' and '{second}' at the top, with the class folders in each")  # fmt: skip
+        warnings.warn(message, PeerbayesWarning, stacklevel=2)
 
 
 def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) -> FolderSplit:
@@ -137,11 +132,11 @@ def read_classes(folder: Path, classes: Sequence[str], size: int | None = None) 
     for name in present:
         if name not in numbers:
             raise InputError(f"{folder / name}: class '{name}' is not in the training split")
-        found = image_files(folder / name)
-        if not found:
+        of_class = list(walk_images(folder / name))
+        if not of_class:
             raise InputError(f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)})")
-        files += found
-        labels += [numbers[name]] * len(found)
+        files += of_class
+        labels += [numbers[name]] * len(of_class)
     absent = sorted(set(classes).difference(present))
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -215,7 +210,7 @@ def count_images(folder: Path) -> int:
 def read_images(folder: Path) -> FolderSplit:
     """Return all images below ``folder`` without labels."""
     count_images(folder)
-    files = image_files(folder)
+    files = list(walk_images(folder))
     return FolderSplit(files, None, natural_size(files))
 
 
@@ -245,11 +240,11 @@ def read_folder(path: Path, want_train: bool) -> Source:
     classes = class_names(train)
     split = read_classes(train, classes)
     read = read_annotated if tiny else read_classes
-    others = [read(place, classes, split.size) for place in (test, val) if place is not None]
+    held_out = [read(folder, classes, split.size) for folder in (test, val) if folder is not None]
     return Source(
         split,
-        others[0] if others else None,
-        others[1] if len(others) > 1 else None,
+        held_out[0] if held_out else None,
+        held_out[1] if len(held_out) > 1 else None,
         classes=len(classes),
         class_names=classes,
         stand_in=val.name if val is not None and test is None else None,

@@ -106,16 +106,16 @@ def read_npz(path: Path, keys: Collection[str], required: str | None = None) -> 
     try:
         # Opened here, because numpy leaves a file that is no archive open.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            found = list(file.files)
+            names = list(file.files)
             arrays: dict[str, Array] = {}
             for key in keys:
-                if key in found:
+                if key in names:
                     mapped = _map_member(raw, file.zip, key)
                     arrays[key] = file[key] if mapped is None else mapped
     except Exception as error:  # zipfile, zlib and numpy each have their own
         raise InputError(f"{path}: cannot be read as an .npz file (damaged, cut short, or not one)") from error
     if required is not None and required not in arrays:
-        raise InputError(f"{path}: no key '{required}' (found: {', '.join(found) or 'nothing'})")
+        raise InputError(f"{path}: no key '{required}' (found: {', '.join(names) or 'nothing'})")
     return arrays
 
 
@@ -207,9 +207,9 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     magic, start = 0x0800 + dimensions, 4 + 4 * dimensions
     if len(data) < start:
         raise InputError(f"{path}: truncated idx file: {len(data)} bytes, shorter than its header")
-    found, *shape = struct.unpack(f">{1 + dimensions}I", data[:start])
-    if found != magic:
-        raise InputError(f"{path}: expected an idx file with magic number {magic}, got {found}")
+    actual, *shape = struct.unpack(f">{1 + dimensions}I", data[:start])
+    if actual != magic:
+        raise InputError(f"{path}: expected an idx file with magic number {magic}, got {actual}")
     if len(data) - start != math.prod(shape):
         raise InputError(f"{path}: truncated or overlong idx file: {math.prod(shape)} bytes expected for shape "
                          f"{tuple(shape)}, got {len(data) - start}")  # fmt: skip

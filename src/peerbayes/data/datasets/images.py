@@ -21,6 +21,7 @@ from peerbayes.errors import InputError
 from peerbayes.math import noise
 from peerbayes.networks.normalisation import IMAGENET_STATS
 
+DIGITS = tuple("0123456789")
 CIFAR10_STATS: Stats = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
 
@@ -38,9 +39,7 @@ def _digits(root: Path, want_train: bool) -> Source:  # noqa: ARG001 (one signat
     whole = ArraySplit(images, torch.from_numpy(data.target)).select(shuffled)
     assert whole.labels is not None
     kept, held = held_out(whole.labels, 500, "test")
-    return Source(
-        whole.select(kept), whole.select(held), classes=10, class_names=tuple(str(digit) for digit in range(10))
-    )
+    return Source(whole.select(kept), whole.select(held), classes=10, class_names=DIGITS)
 
 
 @source("photographs")
@@ -50,12 +49,12 @@ def _photographs(root: Path, want_train: bool) -> Source:  # noqa: ARG001
         raise InputError("photographs have no classes to learn: they are there to be told from digits")
     from sklearn.datasets import load_sample_images
 
-    found = []
+    patches = []
     for photograph in load_sample_images().images:
         grey = torch.from_numpy(np.asarray(photograph, np.float32)).mean(-1)[None, None]
         small = torch.nn.functional.avg_pool2d(grey, 4)
-        found.append(torch.nn.functional.unfold(small, 8, stride=8)[0].T.reshape(-1, 1, 8, 8))
-    return Source(None, ArraySplit(torch.cat(found).round().to(torch.uint8)))
+        patches.append(torch.nn.functional.unfold(small, 8, stride=8)[0].T.reshape(-1, 1, 8, 8))
+    return Source(None, ArraySplit(torch.cat(patches).round().to(torch.uint8)))
 
 
 def _cifar(folder: Path, files: Sequence[str], key: bytes, classes: int) -> ArraySplit:
@@ -90,19 +89,19 @@ def _cifar_names(path: Path, key: bytes) -> tuple[str, ...] | None:
 
 @source("cifar10")
 def _cifar10(root: Path, want_train: bool) -> Source:
-    places = ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10.npz")
-    path = find(root, places, "cifar-10-python.tar.gz")
+    candidates = ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10.npz")
+    path = find(root, candidates, "cifar-10-python.tar.gz")
     if path.is_file():
-        found = read_npz(path, want_train, classes=10)
+        loaded = read_npz(path, want_train, classes=10)
     else:
         files = [f"data_batch_{number}" for number in range(1, 6)]
-        found = Source(
+        loaded = Source(
             _cifar(path, files, b"labels", 10) if want_train else None,
             _cifar(path, ["test_batch"], b"labels", 10),
             classes=10,
             class_names=_cifar_names(path / "batches.meta", b"label_names"),
         )
-    return replace(found, stats=CIFAR10_STATS, soft_labels=_human_labels(root, found.test))
+    return replace(loaded, stats=CIFAR10_STATS, soft_labels=_human_labels(root, loaded.test))
 
 
 def _human_labels(root: Path, test: Stored | None) -> Tensor | None:
@@ -130,8 +129,8 @@ def _human_labels(root: Path, test: Stored | None) -> Tensor | None:
 
 @source("cifar100")
 def _cifar100(root: Path, want_train: bool) -> Source:
-    places = ("cifar-100-python", "cifar100/cifar-100-python", "cifar100.npz")
-    path = find(root, places, "cifar-100-python.tar.gz")
+    candidates = ("cifar-100-python", "cifar100/cifar-100-python", "cifar100.npz")
+    path = find(root, candidates, "cifar-100-python.tar.gz")
     if path.is_file():
         return replace(read_npz(path, want_train, classes=100), stats=CIFAR100_STATS)
     return Source(
@@ -156,14 +155,13 @@ def _svhn(root: Path, want_train: bool) -> Source:
         labels = formats.label_tensor(arrays["y"], f"{path}: y", len(images), 11)
         return ArraySplit(images, labels % 10)  # the files write the digit 0 as 10
 
-    digits = tuple(str(digit) for digit in range(10))
-    return Source(split("train") if want_train else None, split("test"), classes=10, class_names=digits)
+    return Source(split("train") if want_train else None, split("test"), classes=10, class_names=DIGITS)
 
 
-def _idx(root: Path, want_train: bool, places: Sequence[str], class_names: tuple[str, ...]) -> Source:
+def _idx(root: Path, want_train: bool, candidates: Sequence[str], class_names: tuple[str, ...]) -> Source:
     def part(name: str, dimensions: int) -> tuple[np.ndarray[Any, Any], Path]:
         stems = (f"{name}-idx{dimensions}-ubyte", f"{name}.idx{dimensions}-ubyte")
-        files = [f"{place}/{stem}{end}" for place in places for stem in stems for end in ("", ".gz")]
+        files = [f"{folder}/{stem}{end}" for folder in candidates for stem in stems for end in ("", ".gz")]
         path = find(root, files, f"{stems[0]}.gz")
         return formats.read_idx(path, dimensions), path
 
@@ -178,7 +176,7 @@ def _idx(root: Path, want_train: bool, places: Sequence[str], class_names: tuple
 
 @source("mnist")
 def _mnist(root: Path, want_train: bool) -> Source:
-    return _idx(root, want_train, ("mnist", "MNIST/raw"), tuple(str(digit) for digit in range(10)))
+    return _idx(root, want_train, ("mnist", "MNIST/raw"), DIGITS)
 
 
 @source("fashion-mnist")
@@ -191,15 +189,13 @@ def _fashion_mnist(root: Path, want_train: bool) -> Source:
 @source("imagenet")
 def _imagenet(root: Path, want_train: bool) -> Source:
     archives = "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (as train/<class>/ and val/<class>/)"
-    found = read_folder(find(root, ("imagenet", "ILSVRC2012"), archives), want_train)
-    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(read_folder(find(root, ("imagenet", "ILSVRC2012"), archives), want_train))
 
 
 @source("tiny-imagenet")
 def _tiny_imagenet(root: Path, want_train: bool) -> Source:
-    places = ("tiny-imagenet-200", "tiny-imagenet")
-    found = read_folder(find(root, places, "tiny-imagenet-200.zip"), want_train)
-    return replace(_resized(found, 64, 1.0), stats=IMAGENET_STATS)
+    candidates = ("tiny-imagenet-200", "tiny-imagenet")
+    return _as_imagenet(read_folder(find(root, candidates, "tiny-imagenet-200.zip"), want_train), 64, 1.0)
 
 
 @source("dtd")
@@ -210,14 +206,14 @@ def _dtd(root: Path, want_train: bool) -> Source:
     def split(part: str) -> FolderSplit:
         return folders.read_listed(folder / "images", _present(folder / "labels" / f"{part}1.txt"), classes)
 
-    found = Source(
+    loaded = Source(
         split("train") if want_train else None,
         split("test"),
         split("val") if want_train else None,
         classes=len(classes),
         class_names=classes,
     )
-    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(loaded)
 
 
 @source("flowers102")
@@ -236,22 +232,25 @@ def _flowers102(root: Path, want_train: bool) -> Source:
         paths = [str(_present(folder / "jpg" / f"image_{number:05d}.jpg")) for number in images.tolist()]
         return FolderSplit(paths, labels[images - 1], natural_size(paths))
 
-    found = Source(
+    loaded = Source(
         split("trnid") if want_train else None,
         split("tstid"),
         split("valid") if want_train else None,
         classes=102,
     )
-    return replace(_resized(found, 224, 256 / 224), stats=IMAGENET_STATS)
+    return _as_imagenet(loaded)
 
 
-def _resized(found: Source, size: int, margin: float) -> Source:
+def _as_imagenet(loaded: Source, size: int = 224, margin: float = 256 / 224) -> Source:
+    """Return images of one size, cut out of their centres and normalised as ImageNet's are."""
+
     def resized(split: Stored | None) -> Stored | None:
         return replace(split, size=size, margin=margin) if isinstance(split, FolderSplit) else split
 
     return replace(
-        found,
-        train=resized(found.train),
-        test=resized(found.test),
-        validation=resized(found.validation),
+        loaded,
+        train=resized(loaded.train),
+        test=resized(loaded.test),
+        validation=resized(loaded.validation),
+        stats=IMAGENET_STATS,
     )

@@ -61,17 +61,17 @@ def read_object(given: Any, names: Sequence[str] | None = None, size: int | None
     parts = splits_of(given)
     if any(map(_is_frame, parts.values())) and not any(map(_picture_columns, parts.values())):
         return _of_frames(parts, names)
-    found = {name: _part(part, name, size) for name, part in parts.items()}
-    unlabelled = [name for name, part in found.items() if name != "train" and _without_labels(part.labels)]
+    read_parts = {name: _part(part, name, size) for name, part in parts.items()}
+    unlabelled = [name for name, part in read_parts.items() if name != "train" and _without_labels(part.labels)]
     notes = [f"the {name} split has no labels and is left out" for name in unlabelled]
-    train = found["train"]
-    notes += itertools.chain.from_iterable(part.notes for part in found.values())
+    train = read_parts["train"]
+    notes += itertools.chain.from_iterable(part.notes for part in read_parts.values())
     names = tuple(map(str, names)) if names is not None else train.class_names or _names_among(train)
     first = _labelled(train, names, len(names) if names else None)
     classes = len(names) if names else count_classes(first.labels, "train_labels", _items(train))
     splits = {
         name: first if part is train else _labelled(part, names, classes)
-        for name, part in found.items()
+        for name, part in read_parts.items()
         if name not in unlabelled
     }
     kinds = {isinstance(split, Texts) for split in splits.values()}
@@ -92,11 +92,11 @@ def splits_of(given: Any) -> dict[str, Any]:
     for key, value in given.items():
         part = next((part for part, names in SPLIT_NAMES.items() if str(key).lower() in names), None)
         if part is None and not foreign:
-            known = [name for names in SPLIT_NAMES.values() for name in names]
-            raise InputError(f"data: '{key}' is no split{nearest(str(key), known)}")
+            accepted = [name for names in SPLIT_NAMES.values() for name in names]
+            raise InputError(f"data: '{key}' is no split{nearest(str(key), accepted)}")
         if part is None:
-            told = f"data: the split '{key}' is left out, expected 'train', 'validation' and 'test'"
-            warnings.warn(told, PeerbayesWarning, stacklevel=2)
+            message = f"data: the split '{key}' is left out, expected 'train', 'validation' and 'test'"
+            warnings.warn(message, PeerbayesWarning, stacklevel=2)
         elif part in parts:
             raise InputError(f"data: two splits could both be '{part}'; leave one of them")
         elif value is not None:
@@ -231,11 +231,11 @@ def column_inputs(given: Any, where: str, label: str | None = None) -> Column | 
     names, features = list(given.column_names), given.features
     first = given[0]
     called = [name for name in names if label is None and name.lower().replace("_", " ") in LABELS]
-    others = [name for name in names if name not in (label, *called) and not hasattr(features[name], "names")]
-    image = next((name for name in others if _is_image(first[name])), None)
+    candidates = [name for name in names if name not in (label, *called) and not hasattr(features[name], "names")]
+    image = next((name for name in candidates if _is_image(first[name])), None)
     if image is not None:
         return Column(given, image)
-    texts = ["text"] if "text" in others else [name for name in others if isinstance(first[name], str)]
+    texts = ["text"] if "text" in candidates else [name for name in candidates if isinstance(first[name], str)]
     if not texts:
         has = ", ".join(map(repr, names))
         raise InputError(f"{where}: no column holds images or texts (columns: {has})")
@@ -252,7 +252,7 @@ class _TableRows:
     iloc = None
 
     def __init__(self, frame: Any, numbers: Sequence[int], without: int) -> None:
-        self.columns = [name for place, name in enumerate(frame.columns) if place != without]
+        self.columns = [name for index, name in enumerate(frame.columns) if index != without]
         rows = list(frame.itertuples(index=False, name=None))
         self._rows = [(*rows[number][:without], *rows[number][without + 1 :]) for number in numbers]
 
@@ -265,18 +265,18 @@ class _TableRows:
 
 def _rows_by_split(frame: Any) -> dict[str, Any]:
     """Return the splits that a column of a pandas table tells; without one all is ``train``."""
-    place = next((place for place, name in enumerate(frame.columns) if str(name).strip().lower() == SPLIT), None)
-    if place is None or not len(frame):
+    index = next((index for index, name in enumerate(frame.columns) if str(name).strip().lower() == SPLIT), None)
+    if index is None or not len(frame):
         return {"train": frame}
-    values = [str(row[place]) for row in frame.itertuples(index=False, name=None)]
+    values = [str(row[index]) for row in frame.itertuples(index=False, name=None)]
     parts = by_split("train (a DataFrame)", values) or {"train": range(len(values))}
-    return {part: _TableRows(frame, rows, place) for part, rows in parts.items()}
+    return {part: _TableRows(frame, rows, index) for part, rows in parts.items()}
 
 
 def _picture_columns(given: Any) -> list[int]:
     """Return the places of the columns of a pandas table that hold PIL images or arrays of images."""
     rows = given.itertuples(index=False, name=None) if _is_frame(given) else ()
-    return sorted({place for row in rows for place, cell in enumerate(row) if _is_picture(cell)})
+    return sorted({index for row in rows for index, cell in enumerate(row) if _is_picture(cell)})
 
 
 def _is_picture(cell: Any) -> bool:
@@ -286,14 +286,14 @@ def _is_picture(cell: Any) -> bool:
 def _of_pictures(frame: Any, where: str, size: int | None) -> _Part:
     """Return the split of a pandas table of images, as a list of the same images and labels is read."""
     names = [str(name) for name in frame.columns]
-    label = next((place for place, name in enumerate(names) if name.lower().replace("_", " ") in LABELS), None)
-    places = [place for place in _picture_columns(frame) if place != label]
-    if label is None or len(places) != 1:
+    label = next((index for index, name in enumerate(names) if name.lower().replace("_", " ") in LABELS), None)
+    pictures = [index for index in _picture_columns(frame) if index != label]
+    if label is None or len(pictures) != 1:
         has = ", ".join(map(repr, names))
         raise InputError(f"{where}: expected a column 'label' and one column of images (columns: {has})")
     rows = list(frame.itertuples(index=False, name=None))
     labels = [row[label] for row in rows]
-    return _of_items(len(rows), lambda number: (rows[number][places[0]], None), where, size, labels)
+    return _of_items(len(rows), lambda number: (rows[number][pictures[0]], None), where, size, labels)
 
 
 def _of_frames(parts: Mapping[str, Any], names: Sequence[str] | None) -> Source | Corpus:
@@ -384,10 +384,10 @@ def _of_items(
     inputs: Stored | Sequence[str]
     notes: tuple[str, ...] = ()
     if isinstance(first, str | Path):
-        inputs, own = _strings(count, read, where)
+        inputs, item_labels = _strings(count, read, where)
     else:
-        inputs, own, notes = _images(count, read, where, size)
-    return _Part(where, inputs, own if labels is None else labels, class_names, notes)
+        inputs, item_labels, notes = _images(count, read, where, size)
+    return _Part(where, inputs, item_labels if labels is None else labels, class_names, notes)
 
 
 def _strings(
@@ -454,9 +454,9 @@ def _warn_of_change(read: Callable[[int], tuple[Any, Any]], kept: Sequence[Tenso
     for number, before in enumerate(kept):
         image, _ = read(number)
         if not torch.equal(pixels(image, f"{where}: item {number}", grey=is_grey(image)), before):
-            told = (f"{where}: item {number} is another image each time it is read; leave random transforms out of "
-                    "the data set, and name augmentations in data.augment")  # fmt: skip
-            warnings.warn(told, PeerbayesWarning, stacklevel=2)
+            message = (f"{where}: item {number} is another image each time it is read; leave random transforms out of "
+                       "the data set, and name augmentations in data.augment")  # fmt: skip
+            warnings.warn(message, PeerbayesWarning, stacklevel=2)
             return
 
 
@@ -468,14 +468,10 @@ def _without_labels(labels: Any) -> bool:
     return bool(len(labels)) and all(isinstance(label, int) and label == -1 for label in labels)
 
 
-def _is_text(label: Any) -> bool:
-    return isinstance(label, str)
-
-
 def _names_among(part: _Part) -> tuple[str, ...] | None:
     """Return the sorted names among labels, by value where all are numbers; None where no label is a text."""
     labels = list(_plain(part))
-    return in_order({_name(label) for label in labels}) if any(map(_is_text, labels)) else None
+    return in_order({_name(label) for label in labels}) if any(isinstance(label, str) for label in labels) else None
 
 
 def _name(label: str | int) -> str:
@@ -509,15 +505,15 @@ def _labelled(part: _Part, names: tuple[str, ...] | None, classes: int | None) -
     if len(part.labels) != count:
         raise InputError(f"{part.where}_labels: {len(part.labels)} labels for {count} {_items(part)}s")
     labels = list(_plain(part))
-    if any(map(_is_text, labels)):
-        places = {name: index for index, name in enumerate(names or ())}
-        labels = [label if str(label) in places else _name(label) for label in labels]
+    if any(isinstance(label, str) for label in labels):
+        indices = {name: index for index, name in enumerate(names or ())}
+        labels = [label if str(label) in indices else _name(label) for label in labels]
         for number, label in enumerate(labels):
-            if str(label) not in places:
-                some = ", ".join((names or ())[:3]) + (", ..." if len(places) > 3 else "")
+            if str(label) not in indices:
+                some = ", ".join((names or ())[:3]) + (", ..." if len(indices) > 3 else "")
                 raise InputError(f"{part.where}: the label of item {number} is '{label}', expected one of the "
-                                 f"{len(places)} classes ({some})")  # fmt: skip
-        labels = [places[str(label)] for label in labels]
+                                 f"{len(indices)} classes ({some})")  # fmt: skip
+        labels = [indices[str(label)] for label in labels]
     numbers = formats.label_tensor(np.array(labels), f"{part.where}_labels", count, classes)
     if isinstance(part.inputs, Stored):
         return replace(part.inputs, labels=numbers)

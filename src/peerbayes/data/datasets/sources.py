@@ -130,8 +130,8 @@ def data_root(root: Path | str | None = None) -> Path:
 class _Found(Exception):
     """A data set is there, and was only to be found."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
 
 _ONLY_FIND: ContextVar[bool] = ContextVar("only_find", default=False)
@@ -150,26 +150,26 @@ def whereabouts(name: str, root: Path) -> Path | None:
     token = _ONLY_FIND.set(True)
     try:
         READERS[name](root, False)
-    except _Found as found:
-        return found.place
+    except _Found as there:
+        return there.path
     finally:
         _ONLY_FIND.reset(token)
     return None
 
 
-def find(root: Path, places: Sequence[str], archive: str) -> Path:
+def find(root: Path, candidates: Sequence[str], archive: str) -> Path:
     """Return the first of the places below ``root`` that exists; where none does, say what to get.
 
     Args:
         root: data root.
-        places: below it, in the order in which they are tried.
+        candidates: below it, in the order in which they are tried.
         archive: what to get where there is none.
     """
-    for place in places:
-        if (root / place).exists():
+    for candidate in candidates:
+        if (root / candidate).exists():
             if _ONLY_FIND.get():
-                raise _Found(root / place)
-            return root / place
-    looked = ", ".join(str(root / place) for place in places)
+                raise _Found(root / candidate)
+            return root / candidate
+    looked = ", ".join(str(root / candidate) for candidate in candidates)
     raise InputError(f"data set not found: looked for {looked}; get {archive} and put it there (archives unpacked), or "
                      "name another data root by --data-root (root in Python) or PEERBAYES_DATA")  # fmt: skip

@@ -72,8 +72,8 @@ class _Columns:
                 raise InputError(f"{where}, row 1: expected a class number and a text, found one column")
             return cls(0, tuple(range(1, len(row))), len(row), numbered=True, headed=False)
         header = [name.strip().lower().replace("_", " ") for name in row]
-        known = not {"text", *LABELS, *_NAMING}.isdisjoint(header)  # such a name may happen to be that of a file
-        paths = [place for place, cell in enumerate(row) if (is_image_name(cell) if known else image_path(cell, base))]
+        named = not {"text", *LABELS, *_NAMING}.isdisjoint(header)  # such a name may happen to be that of a file
+        paths = [index for index, cell in enumerate(row) if (is_image_name(cell) if named else image_path(cell, base))]
         if len(paths) == 1 and len(row) == 1 + labelled:  # no header is the path of an image
             return cls(1 - paths[0] if labelled else None, (paths[0],), len(row), headed=False)
         label = next((header.index(name) for name in LABELS if name in header), None)
@@ -81,24 +81,24 @@ class _Columns:
             raise InputError(f"{where}, row 1: expected a class number, or a header with a column "
                              f"{', '.join(map(repr, LABELS[:-1]))} or {LABELS[-1]!r}; "
                              f"found {', '.join(map(repr, row))[:120]}")  # fmt: skip
-        others = [
-            place for place, name in enumerate(header) if place != label and name not in _NUMBERING and name != SPLIT
+        candidates = [
+            index for index, name in enumerate(header) if index != label and name not in _NUMBERING and name != SPLIT
         ]
-        if not others:
+        if not candidates:
             raise InputError(f"{where}, row 1: expected a column 'text' beside {row[0]!r}, or one of image paths")
-        inputs = (header.index("text"),) if "text" in header else tuple(others)
-        naming = tuple(place for place in inputs if header[place] in _NAMING)
+        inputs = (header.index("text"),) if "text" in header else tuple(candidates)
+        naming = tuple(index for index in inputs if header[index] in _NAMING)
         split = header.index(SPLIT) if SPLIT in header else None
         return cls(label, inputs, len(row), split=split, naming=naming)
 
     def of_paths(self, where: str, rows: Sequence[Row], base: Path) -> int | None:
         """Return the column that holds paths of images; None where the rows hold texts."""
-        for place in self.inputs:
-            if are_images([row[place] for _, row in rows], base):
-                return place
-        for place in self.naming:
+        for index in self.inputs:
+            if are_images([row[index] for _, row in rows], base):
+                return index
+        for index in self.naming:
             number, row = rows[0]
-            raise InputError(f"{where}, row {number}: there is no image '{row[place]}' (or '{row[place].strip()}.jpg', "
+            raise InputError(f"{where}, row {number}: there is no image '{row[index]}' (or '{row[index].strip()}.jpg', "
                              f"say), here or in {base}; a column of texts is called 'text'")  # fmt: skip
         return None
 
@@ -136,12 +136,12 @@ def image_path(cell: str, base: Path) -> str | None:
     cell = cell.strip()
     if not cell or len(cell) > 1000 or "\n" in cell or "\0" in cell:
         return None
-    places = [os.path.join(base, cell), os.path.expanduser(cell)]
-    there = next((path for path in places if os.path.isfile(path)), None)
+    candidates = [os.path.join(base, cell), os.path.expanduser(cell)]
+    there = next((path for path in candidates if os.path.isfile(path)), None)
     if there is None and not is_image_name(cell) and " " not in cell:
-        ended = (path + ending for path in places for ending in EXTENSIONS)
+        ended = (path + ending for path in candidates for ending in EXTENSIONS)
         there = next((path for path in ended if os.path.isfile(path)), None)
-    return there or (places[0] if is_image_name(cell) else None)
+    return there or (candidates[0] if is_image_name(cell) else None)
 
 
 @dataclass
@@ -176,13 +176,13 @@ class Items:
         self.labels.append(label)
         self.texts.append(text)
 
-    def select(self, places: Sequence[int]) -> Items:
+    def select(self, indices: Sequence[int]) -> Items:
         """Return the items at some places."""
-        chosen = ([column[place] for place in places] for column in (self.rows, self.labels, self.texts))
+        chosen = ([column[index] for index in indices] for column in (self.rows, self.labels, self.texts))
         return Items(self.where, self.part, self.numbered, self.images, *chosen)  # type: ignore[arg-type]
 
-    def place(self, place: int) -> str:
-        return f"{self.where}, row {self.rows[place]}{self.part}"
+    def locate(self, index: int) -> str:
+        return f"{self.where}, row {self.rows[index]}{self.part}"
 
 
 def csv_items(path: Path, labelled: bool = True) -> Items:
@@ -218,7 +218,7 @@ def table_items(where: str, rows: Iterable[Row], base: Path, labelled: bool = Tr
     for number, row in itertools.chain(ahead, rows):
         label = "" if columns.label is None else row[columns.label].strip()
         if column is None:
-            text = " ".join(row[place] for place in columns.inputs)
+            text = " ".join(row[index] for index in columns.inputs)
         else:
             text = image_path(row[column], base) or ""
             if not os.path.isfile(text):
@@ -241,16 +241,16 @@ def by_split(where: str, values: Sequence[str]) -> Mapping[str, Sequence[int]] |
         values: of the column.
     """
     parts: dict[str, list[int]] = {}
-    for place, value in enumerate(values):
-        parts.setdefault(split_called(value) or f"'{value}'", []).append(place)
+    for index, value in enumerate(values):
+        parts.setdefault(split_called(value) or f"'{value}'", []).append(index)
     other = next((part for part in parts if part not in SPLIT_NAMES), None)
     if other is None and "train" in parts:
         return parts
-    found = (
+    fault = (
         f"no row of it is 'train', found {', '.join(sorted(parts))[:120]}" if other is None else f"{other} is no split"
     )
-    told = f"{where}: the column '{SPLIT}' is not used: {found}; expected 'train', 'validation' and 'test'"
-    warnings.warn(told, PeerbayesWarning, stacklevel=2)
+    message = f"{where}: the column '{SPLIT}' is not used: {fault}; expected 'train', 'validation' and 'test'"
+    warnings.warn(message, PeerbayesWarning, stacklevel=2)
     return None
 
 

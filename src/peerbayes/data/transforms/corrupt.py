@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from peerbayes.data.transforms.augment import LUMA
 from peerbayes.data.transforms.batch_noise import BatchNoise, poisson
-from peerbayes.data.transforms.filters import blurred, convolved, distances, edges, places, sampled, streaked, zoomed
+from peerbayes.data.transforms.filters import blurred, convolved, distances, edges, positions, sampled, streaked, zoomed
 from peerbayes.data.transforms.jpeg import jpeg
 from peerbayes.errors import InputError, nearest
 from peerbayes.math.noise import Address
@@ -97,7 +97,7 @@ def _glass_blur(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     sigma, reach = sigma * _relative_size(x), max(1, round(_relative_size(x)))
     x = blurred(x, sigma)
     height, width = x.shape[-2:]
-    rows, columns = places(x)
+    rows, columns = positions(x)
     inner = (rows > reach) & (rows <= height - reach) & (columns > reach) & (columns <= width - reach)
     for turn in range(times):
         shift = (source.uniform(f"shift{turn}", 2, height, width) * (2 * reach)).floor() - reach
@@ -274,7 +274,7 @@ def _elastic_transform(x: Tensor, severity: int, source: BatchNoise) -> Tensor:
     here, below, beside = moved.unbind(1)
     (a, c), (b, d) = ((to - here).div(side).unbind(1) for to in (below, beside))  # the map's matrix, less one
     a, d = a + 1, d + 1
-    rows, columns = places(x)
+    rows, columns = positions(x)
     top, left = height // 2 - side // 2, width // 2 - side // 2
     down = rows - top - here[:, 0, None, None]
     right = columns - left - here[:, 1, None, None]

@@ -71,7 +71,7 @@ def streaked(x: Tensor, angle: Tensor, sigma: float, reach: int) -> Tensor:
         sigma: σ.
         reach: pixels of the line.
     """
-    rows, columns = places(x)
+    rows, columns = positions(x)
     weights = [math.exp(-((k / sigma) ** 2) / 2) for k in range(reach)]
     sin, cos = angle.sin()[:, None, None], angle.cos()[:, None, None]
     total = torch.zeros_like(x)
@@ -93,7 +93,7 @@ def zoomed(x: Tensor, factor: float) -> Tensor:
         full = math.floor(part * factor + 0.5)  # pixels after enlarging, of which the middle ones are kept
         return (size - part) // 2 + (position + (full - size) // 2) * ((part - 1) / (full - 1))
 
-    rows, columns = places(x)
+    rows, columns = positions(x)
     return sampled(x, at(x.shape[-2], rows), at(x.shape[-1], columns))
 
 
@@ -150,7 +150,7 @@ def enlarged(x: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
 
 
-def places(x: Tensor) -> tuple[Tensor, Tensor]:
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pixels' row numbers (H, 1) and column numbers (W,)."""
     rows = torch.arange(x.shape[-2], device=x.device, dtype=x.dtype)[:, None]
     return rows, torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)

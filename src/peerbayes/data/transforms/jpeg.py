@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peerbayes.data.transforms.filters import enlarged, places
+from peerbayes.data.transforms.filters import enlarged, positions
 from peerbayes.errors import InputError
 
 # Quantisation of brightness and colour at quality 50, from the JPEG standard (ITU T.81, tables K.1 and K.2).
@@ -50,11 +50,11 @@ def jpeg(images: Tensor, quality: int) -> Tensor:
     colours = torch.stack([(blue - luma) / 1.772, (red - luma) / 1.402], 1).add(128).round().clamp(0, 255)
     halved = F.avg_pool2d(_padded(colours, 2), 2)
     # libjpeg rounds halves down in one column and up in the next; and the other way round when it enlarges.
-    colours = (halved + (0.25 + 0.25 * (places(halved)[1] % 2))).floor()
+    colours = (halved + (0.25 + 0.25 * (positions(halved)[1] % 2))).floor()
     kept = _quantised(luma.round().unsqueeze(1), _BRIGHTNESS_STEPS, quality).squeeze(1)
     colours = _quantised(colours, _COLOUR_STEPS, quality)
     full = enlarged(colours, 2 * colours.shape[-2], 2 * colours.shape[-1])[..., :height, :width]
-    to_blue, to_red = (full + (0.5 - (places(full)[1] % 2) / 16)).floor().sub(128).unbind(1)
+    to_blue, to_red = (full + (0.5 - (positions(full)[1] % 2) / 16)).floor().sub(128).unbind(1)
     red, blue = kept + 1.402 * to_red, kept + 1.772 * to_blue
     green = (kept - 0.299 * red - 0.114 * blue) / 0.587
     return torch.stack([red, green, blue], 1).round().clamp(0, 255) / 255

@@ -50,13 +50,13 @@ class Mixer:
             first: number of the first image, where these are part of a batch.
         """
         count, _, height, width = images.shape
-        device, others = images.device, images.flip(0)
+        device, mirrored = images.device, images.flip(0)
         # Uniform numbers through the quantile function, which is linear between its knots.
         level = noise.uniform(address.sub("share"), count, device, first) * _KNOTS
         below = level.long()
         shares = torch.lerp(self._quantiles[below], self._quantiles[below + 1], level - below)
         if self.kind == "mixup":
-            return torch.lerp(others, images, shares[:, None, None, None]), shares
+            return torch.lerp(mirrored, images, shares[:, None, None, None]), shares
 
         def inside(side: int, axis: str) -> Tensor:
             centre = noise.uniform(address.sub(axis), count, device, first) * side
@@ -65,4 +65,4 @@ class Mixer:
             return (pixels >= (centre - half).round()[:, None]) & (pixels < (centre + half).round()[:, None])
 
         box = inside(height, "rows")[:, :, None] & inside(width, "columns")[:, None, :]
-        return torch.where(box[:, None], others, images), 1 - box.float().mean((1, 2))
+        return torch.where(box[:, None], mirrored, images), 1 - box.float().mean((1, 2))

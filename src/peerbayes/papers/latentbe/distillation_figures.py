@@ -34,7 +34,7 @@ from peerbayes.runs.executor import DataCache
 from peerbayes.runs.plan import parents_of
 from peerbayes.runs.run import Run
 
-POINTS = tuple(place / 10 for place in range(11))
+POINTS = tuple(tenth / 10 for tenth in range(11))
 IMAGES = 1000  # of a split, for the loss between networks and for perturbations
 PAIRS = 6  # of networks, at most
 BAND = 0.15  # opacity of the range over pairs
@@ -192,20 +192,20 @@ def draw_diversity(record: Record) -> Figure:
     Runs with perturbed images add two panels: the change of each KL by the perturbation.
     """
     moved = [who for who in WHO if any(f"{who}_after" in curve for curve in record["series"])]
-    figure, ((axes, *others),) = panels(1, 1 + len(moved), 5.2, 3.8)
+    figure, ((axes, *change_panels),) = panels(1, 1 + len(moved), 5.2, 3.8)
     for curve, colour in zip(record["series"], itertools.cycle(COLOURS)):
         for who, style in zip(WHO, ("--", "-"), strict=True):
             _over_epochs(axes, curve.get(f"{who}_apart"), style, color=colour, label=f"{curve['label']}, {who}")
-        for panel, who in zip(others, moved, strict=True):
+        for panel, who in zip(change_panels, moved, strict=True):
             both = zip(curve.get(f"{who}_before", ()), curve.get(f"{who}_after", ()), strict=True)
             change = [None if before is None else after - before for before, after in both]
             _over_epochs(panel, change, "-", color=colour, label=curve["label"])
     axes.set_ylabel("KL between two (nats per image)")
     scale_by_logarithm(axes)
-    for panel, who in zip(others, moved, strict=True):
+    for panel, who in zip(change_panels, moved, strict=True):
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylabel(f"change of KL between two {who} (nats)")
-    for panel in (axes, *others):
+    for panel in (axes, *change_panels):
         name_epochs(panel)
         panel.legend(frameon=False, fontsize=7)
     return figure

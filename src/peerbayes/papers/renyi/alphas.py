@@ -24,7 +24,7 @@ AVERAGE = "average"
 ORDERS = (0.0, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
 FIXED = 0.4  # the probability that the fixed distribution of the divergence figure gives to the first class
 
-DISTANCES = tuple(place / 10 for place in range(-5, 6))
+DISTANCES = tuple(tenth / 10 for tenth in range(-5, 6))
 DIRECTIONS = 10
 IMAGES = 512  # of the training split, that flatness is measured on
 

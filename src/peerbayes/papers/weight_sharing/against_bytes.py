@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean as mean
+from statistics import mode
 from typing import Annotated, Any, Literal
 
 from matplotlib.figure import Figure
@@ -70,7 +71,7 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
         device: where to predict.
         root: the data root.
     """
-    runs = open_runs(folders, own=False)
+    runs = open_runs(folders, custom=False)
     records = {run.folder: _record(run, device, root) for run in runs}
 
     def figure(key: str, run: Run) -> float:
@@ -86,8 +87,8 @@ def size(folders: Iterable[str | Path], device: str = "auto", root: str | Path |
     series = []
     for (network, dataset), groups in experiments.items():
         shared = [group for group in groups if _codebook(group) is not None]
-        others = [group for group in groups if _codebook(group) is None]
-        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in others]
+        unshared = [group for group in groups if _codebook(group) is None]
+        references = [{"label": title(_first(group).recipe.method), **point(group)} for group in unshared]
         lines = _lines(shared, point)
         series.append({"network": network, "dataset": dataset, "lines": lines, "references": references})
     return {"split": "test", "experiments": series}
@@ -117,7 +118,7 @@ def _lines(groups: Sequence[Runs], point: Any) -> list[Record]:
     of_outliers = set(OF_OUTLIERS).difference(differing([setting for setting in options if setting["outliers"]]))
     differ = [key for key in differing(options) if key != "components" and key not in of_outliers]
     unusual_only = differ if len(differ) > MOST_KEYS else []
-    usual = {key: _most_common([setting.get(key) for setting in options]) for key in unusual_only}
+    usual = {key: mode([setting.get(key) for setting in options]) for key in unusual_only}
     lines: dict[str, list[Record]] = {}
     for group, setting in zip(groups, options, strict=True):
         keys = [key for key in differ if key not in usual or setting.get(key) != usual[key]]
@@ -152,11 +153,6 @@ def _words(key: str, value: Any) -> str:
     if key == "merge.distance" and not value:
         return "nothing merged"
     return FORMS.get(key, key.replace("_", " ").replace(".", " ") + " {}").format(value)
-
-
-def _most_common(values: Sequence[Any]) -> Any:
-    """Return the most common value; of equally common ones the first."""
-    return max(values, key=values.count)
 
 
 def _flat_options(group: Runs) -> dict[str, Any]:
