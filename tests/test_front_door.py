@@ -65,6 +65,13 @@ def test_peers_have_the_settings_that_were_measured():
     assert recipe.data.validation == "auto"
 
 
+@pytest.mark.parametrize("recipe", ["plain", "ensemble"])
+def test_plain_networks_do_not_diverge_in_batches_of_four(recipe, tmp_path):
+    hard = ["data.batch_size=4", "stages.0.epochs=1", "stages.0.warmup=0", "stages.0.optimizer.lr=0.5"]
+    run = pb.train(recipe, tmp_path, overrides=["peers.*.network=mlp", *hard], device="cpu")
+    assert all(peer["terms"]["likelihood"] < 20 for peer in run.metrics[0]["peers"].values())
+
+
 @pytest.mark.parametrize(
     ("side", "channels", "network", "augment"),
     [(8, 1, "resnet8", ["crop"]), (32, 3, "resnet20", ["crop", "flip"]), (96, 3, "timm/resnet18", ["crop", "flip"])],
