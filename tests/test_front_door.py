@@ -11,7 +11,7 @@ import peerbayes as pb
 from commands import QUIET, called, change, refused, save_npz
 from learners import Recorder
 from peerbayes import networks
-from peerbayes.data import from_arrays
+from peerbayes.data import dataset, from_arrays
 from peerbayes.data.dataset import load as load_data_set
 from peerbayes.errors import InputError
 from peerbayes.recipes import recipe_data
@@ -22,6 +22,13 @@ from peerbayes.runs.executor import train_jobs
 from peerbayes.runs.run import Run
 
 WISHES = ["bayesian", "compress", "distil", "ensemble", "from-checkpoint", "peers", "plain", "text"]
+
+
+def write_texts(path):
+    words = {"good": "great lovely fine nice", "bad": "awful poor dull grim"}
+    rows = [f"{label},{' '.join(np.random.default_rng(n).choice(words[label].split(), 3))}"
+            for n in range(60) for label in words]  # fmt: skip
+    path.write_text("label,text\n" + "\n".join(rows))
 
 
 def images(count, side, channels):
@@ -56,6 +63,13 @@ def test_peers_have_the_settings_that_were_measured():
     )
     assert (stage.terms["mutual"]["alpha"], stage.terms["mutual"]["temperature"]) == (0.5, 1.0)
     assert recipe.data.validation == "auto"
+
+
+@pytest.mark.parametrize("recipe", ["plain", "ensemble"])
+def test_plain_networks_do_not_diverge_in_batches_of_four(recipe, tmp_path):
+    hard = ["data.batch_size=4", "stages.0.epochs=1", "stages.0.warmup=0", "stages.0.optimizer.lr=0.5"]
+    run = pb.train(recipe, tmp_path, overrides=["peers.*.network=mlp", *hard], device="cpu")
+    assert all(peer["terms"]["likelihood"] < 20 for peer in run.metrics[0]["peers"].values())
 
 
 @pytest.mark.parametrize(
@@ -162,14 +176,48 @@ def test_seeds_and_recipes_share_one_copy_of_the_data(folder, tmp_path, monkeypa
         (n, s) for n in ("bayesian", "plain") for s in range(3)
     ]
     assert {id(job.given.data) for job in executed} == {id(loads[0])}
-    assert len(loads) == 2  # the other one is for the evaluation
+    assert len(loads) == 1
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What is read in this test: names and paths of data sets."""
+    found, read = [], dataset._read
+
+    def counted(name, *options, **others):
+        found.append(str(name))
+        return read(name, *options, **others)
+
+    monkeypatch.setattr(dataset, "_read", counted)
+    return found
+
+
+def test_training_and_evaluation_read_images_once(tmp_path, reads):
+    quick = ("--epochs", 1, *change("peers.*.network=mlp", "evaluation.draws=2"))
+    called("train", "mutual/digits-dnn", "--seeds", "0,1", "--run", tmp_path, *quick, *QUIET)
+    assert reads == ["digits"]
+
+
+def test_training_and_evaluation_read_texts_once(tmp_path, reads):
+    write_texts(tmp_path / "texts.csv")
+    words = ("--data", tmp_path / "texts.csv", "--epochs", 1, "--run", tmp_path / "run", *change("evaluation.draws=2"))
+    called("train", "bayesian", "--seeds", "0,1", *words, *QUIET)
+    assert reads == [str(tmp_path / "texts.csv")]
+
+
+def test_adopting_reads_the_data_once(tmp_path, reads):
+    save_npz(tmp_path / "three.npz")
+    called("train", "plain", "--data", tmp_path / "three.npz", "--network", "mlp", "--epochs", 1,
+           "--run", tmp_path / "run", *QUIET)  # fmt: skip
+    reads.clear()
+    called("adopt", tmp_path / "run" / "weights-net.safetensors", "--network", "mlp", "--data", tmp_path / "three.npz",
+           "--width", 0.1, "--peers", 2, "--epochs", 1, "--corrupted", "none", "--run", tmp_path / "adopted",
+           *QUIET, *change("evaluation.draws=2"))  # fmt: skip
+    assert reads == [str(tmp_path / "three.npz")]
 
 
 def test_texts_have_a_recipe_of_their_own(tmp_path):
-    words = {"good": "great lovely fine nice", "bad": "awful poor dull grim"}
-    rows = [f"{label},{' '.join(np.random.default_rng(n).choice(words[label].split(), 3))}"
-            for n in range(60) for label in words]  # fmt: skip
-    (tmp_path / "texts.csv").write_text("label,text\n" + "\n".join(rows))
+    write_texts(tmp_path / "texts.csv")
     record = json.loads(called("train", "--data", tmp_path / "texts.csv", "--epochs", 3, "--run", tmp_path / "run",
                                "--json", *QUIET))  # fmt: skip
     assert (record["recipe"], record["network"]) == ("text", "fasttext100")

@@ -127,7 +127,6 @@ class Adoption:
         if self.data.validation is None:
             raise InputError(f"{self.data.name}: has no validation split to choose by; hold one out: "
                              "--set data.validation=0.1, or validation= of peerbayes.data.load")  # fmt: skip
-        self._given = given
         self._source: Path | None
         self._network, self._source = (CUSTOM, None) if isinstance(network, nn.Module) else _named(network, name)
         self._refuse_another()
@@ -152,7 +151,7 @@ class Adoption:
         """Return the job of a run: peers of one kind, over the network, that start from another run's or the file."""
         posterior = changes.pop("posterior")
         named = {"network": self._network, "posterior": posterior}
-        given: dict[str, Any] = {"data": self._given, "normalize": self.normalize, "trained": True}
+        given: dict[str, Any] = {"data": self.data, "normalize": self.normalize, "trained": True}
         if self.module is not None:
             given["networks"] = dict.fromkeys(peers, self.module)
             given["starts"] = dict.fromkeys(peers, self.plain) if start is not None else {}
@@ -213,7 +212,7 @@ class Adoption:
             start = str((before / f"weights-{NET}.safetensors").resolve())
             table["peers"][0] |= {"network": self._network, "start_from": start}
         recipe = load_recipe(Recipe.parse(table, f"recipe {source}"), self._smaller_changes(which))
-        return Job(recipe, self.folder / which, self.seed, Given(data=self._given))
+        return Job(recipe, self.folder / which, self.seed, Given(data=self.data))
 
     def make_smaller(self, which: str, before: Run, how: Mapping[str, Any]) -> Run:
         """Train what `smaller` returns.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from page_records import NASTY, certificate, records, shown
 
+from peerbayes.reports import tables
 from peerbayes.reports.certified import promises
 from peerbayes.reports.page import report_page
 
@@ -64,6 +65,21 @@ def test_it_has_a_section_for_all_that_was_measured(tree):
     assert tree.levels[0] == 1
     assert tree.levels.count(1) == 1
     assert all(after <= before + 1 for before, after in zip(tree.levels, tree.levels[1:]))  # none is skipped
+
+
+def test_page_and_text_have_the_same_tables():
+    given = records()
+    for record in given:
+        record["last_epochs"] = {"epochs": 2, "peers": {peer["name"]: peer for peer in record["peers"]}}
+        for peer in record["peers"]:
+            peer["averaged"] = {"mean": {"accuracy": 0.5, "nll": 1.0, "ece": 0.1}}
+    found = list(tables.further_tables(given))
+    assert {table.kind for table in found} == {*tables.HEADINGS}
+    page, text = Tree(report_page(given, "", {})), tables.text_table(given, retention=True)
+    cells = {cell for row in page.rows for cell in row}
+    for table in found:
+        assert tables.HEADINGS[table.kind].format(table.of) in text
+        assert {cell for row in tables.rows(table.records, table.columns) for cell in row.cells} <= cells
 
 
 def test_what_does_not_apply_is_left_out():

@@ -35,6 +35,7 @@ from peerbayes.importing import trust_runs
 
 if TYPE_CHECKING:
     from peerbayes.recipes.recipe import Recipe
+    from peerbayes.runs.executor import DataCache
     from peerbayes.runs.plan import Job
     from peerbayes.runs.run import Run
 
@@ -135,6 +136,7 @@ def train(
         quiet,
         resume,
         dry_run,
+        data_sets,
         device=device,
         root=data_root,
         engine=engine,
@@ -148,17 +150,25 @@ def train(
 
 
 def _train_and_show(
-    jobs: list[Job], many: bool, as_json: bool, quiet: bool, resume: bool, dry_run: bool, **how: Any
+    jobs: list[Job],
+    many: bool,
+    as_json: bool,
+    quiet: bool,
+    resume: bool,
+    dry_run: bool,
+    loaded: DataCache | None = None,
+    **how: Any,
 ) -> list[Run]:
-    """Train jobs, print their records and return the runs; exit on errors."""
+    """Train jobs, print their records and return the runs; exit on errors. Each data set is loaded once."""
     from peerbayes.engine.processes import joined, restarted
     from peerbayes.reports.page import write_report
     from peerbayes.runs import executor
     from peerbayes.runs.plan import resolve
     from peerbayes.runs.session import RunOptions
 
+    loaded = loaded or executor.DataCache(how["root"])
     if dry_run:
-        show_plan(executor.dry_run(resolve(jobs), RunOptions(**how), resume=resume), as_json)
+        show_plan(executor.dry_run(resolve(jobs), RunOptions(**how), resume=resume, loaded=loaded), as_json)
         return []
     failed: dict[int, TrainingError] = {}
     with contextlib.ExitStack() as stack:
@@ -168,13 +178,13 @@ def _train_and_show(
             for job in jobs if resume else ():
                 if not (job.folder / "recipe.toml").is_file():  # scripts always pass --resume; people may have mistyped
                     progress.headline(f"{job.folder}: no run to resume, starting a new one")
-            shared: dict[str, Any] = {"reporter": progress, "world": world, **how}
+            shared: dict[str, Any] = {"reporter": progress, "world": world, "loaded": loaded, **how}
             runs = executor.train_jobs(jobs, errors=failed, resume=resume or world.any(restarted()), **shared)
         # The other processes are done: evaluating may take longer than they would wait.
         if not first:
             raise typer.Exit(1 if failed else 0)
         finished = [run for index, run in enumerate(runs) if index not in failed]
-        loaded, records = executor.DataCache(how["root"]), []
+        records = []
         for done in finished:
             records.append(evaluate_run(done, how["device"], loaded, quiet))
             write_report(done, records[-1])

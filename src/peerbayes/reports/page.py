@@ -20,10 +20,16 @@ from peerbayes.reports.certified import promises
 from peerbayes.reports.charts import COLOURS, Chart
 from peerbayes.reports.evaluating import LEAST, MOST, WRONG, write_record
 from peerbayes.reports.record import Record
+from peerbayes.reports.tables import FurtherTable
 from peerbayes.reports.weights import shared_picture
 from peerbayes.runs.run import Run
 
 PARTS = ("page.html", "page.css", "page.js")
+ELSEWHERE = {  # headings and words of further tables, by their kind
+    tables.CORRUPTED: ("Corrupted images", "{}."),
+    tables.AVERAGED: ("In one pass ({})", "As one plain network, its weights averaged."),
+    tables.LAST_EPOCHS: ("The last epochs", "{}."),
+}
 
 
 @dataclass(frozen=True)
@@ -93,14 +99,15 @@ def sections(
         summaries: tables to begin with: rows, the first of them its head.
         findings: sentences below them.
     """
+    further = list(tables.further_tables(records))
     return [
         Section("Summary", tables=[_summary(lines) for lines in summaries], after=findings),
         _results(records, bool(summaries)),
         _differences(records),
         Section("Calibration", charts=charts.reliability_chart(records)),
-        _retention(records),
-        *(_outside(records, other) for other in tables.outside_names(records)),
-        *_elsewhere(records),
+        _retention(records, [table for table in further if table.kind == tables.RETENTION]),
+        *(_outside(records, table) for table in further if table.kind == tables.OUTSIDE),
+        *(_elsewhere(records, table) for kind in ELSEWHERE for table in further if table.kind == kind),
         _promises(records),
         _examples(records),
         _training(metrics, more),
@@ -172,36 +179,24 @@ def _differences(records: Sequence[Record]) -> Section:
     return Section("Differences, paired over seeds", lone, tables=[table])
 
 
-def _retention(records: Sequence[Record]) -> Section:
+def _retention(records: Sequence[Record], further: Sequence[FurtherTable]) -> Section:
     drawn = [chart for ranking in tables.RANKINGS for chart in charts.retention_chart(records, ranking)]
-    found = [
-        _table(kept, records, columns, _sentence(heading))
-        for heading, (kept, columns) in tables.retention_headings(records).items()
-    ]
+    found = [_table(table.records, records, table.columns, _sentence(table.of)) for table in further]
     return Section("Answering only what is certain", charts=drawn, tables=found)
 
 
-def _outside(records: Sequence[Record], other: str) -> Section:
+def _outside(records: Sequence[Record], table: FurtherTable) -> Section:
+    other = table.of
     panels, words = charts.entropy_charts(records, other), f"How well entropy tells {other} from the test split."
     if panels:
         words += f" Shares of inputs by entropy: the test split is filled, {other} outlined; heights are square roots."
-    found = _table(tables.only_outside(records, other), records, tables.DETECTED)
+    found = _table(table.records, records, table.columns)
     return Section(f"Out of distribution: {other}", [words], panels=panels, tables=[found])
 
 
-def _elsewhere(records: Sequence[Record]) -> list[Section]:
-    corrupted = tables.only_corrupted(records)
-    found = [("Corrupted images", f"{_sentence(tables.corruptions(records))}.", corrupted, tables.COLUMNS)]
-    for way in tables.averaged_ways(records):
-        merged = tables.only_averaged(records, way)
-        found.append((f"In one pass ({way})", "As one plain network, its weights averaged.", merged, tables.COLUMNS))
-    for heading, last in tables.last_headings(records).items():
-        found.append(("The last epochs", f"{_sentence(heading)}.", last, tables.LAST))
-    return [
-        Section(heading, [words], tables=[_table(those, records, columns)])
-        for heading, words, those, columns in found
-        if those
-    ]
+def _elsewhere(records: Sequence[Record], table: FurtherTable) -> Section:
+    heading, words = (text.format(table.of) for text in ELSEWHERE[table.kind])
+    return Section(heading, [_sentence(words)], tables=[_table(table.records, records, table.columns)])
 
 
 def _promises(records: Sequence[Record]) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ CALIBRATED = {"cNLL": ("cnll", 1.0), "cECE": ("cece", 1.0)}  # after temperature
 CORRUPTED, OUTSIDE = "corrupted", "out_of_distribution"  # where a peer's figures on other images stand
 RANKINGS = ("entropy", "disagreement")  # by which images are kept
 AVERAGED = "averaged"  # where figures of a peer's weights as one network stand
+LAST_EPOCHS, RETENTION = "last_epochs", "retention"
+HEADINGS = {  # of further tables as text, by their kind
+    AVERAGED: "in one pass ({}):",
+    LAST_EPOCHS: "{}:",
+    RETENTION: "{}:",
+    CORRUPTED: "on corrupted images, {}:",
+    OUTSIDE: "{} told from the test split by entropy:",
+}
 DETECTED = {"AUROC": ("auroc", 1.0), "AUPR": ("aupr", 1.0), "FPR85": ("fpr85", 1.0)}  # of images from elsewhere
 Columns = Mapping[str, tuple[str, float]]  # by heading: a figure's key, and what it is multiplied by
 ONE_SEED = "one seed has no spread: no difference of 1 seed is distinguishable"
@@ -53,6 +61,23 @@ class Difference:
     peers: str
     seeds: int
     figures: Mapping[str, PairedDifference]
+
+
+@dataclass(frozen=True)
+class FurtherTable:
+    """A table below that of the test split: records with other figures in the place of those.
+
+    Attributes:
+        kind: a key of `HEADINGS`.
+        of: what the figures are of: a way, epochs, images, or a data set.
+        records: of runs that have such figures.
+        columns: keys of figures and their scale, by heading.
+    """
+
+    kind: str
+    of: str
+    records: Sequence[Record]
+    columns: Columns
 
 
 def title(method: str) -> str:
@@ -140,26 +165,6 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     return by_seed
 
 
-def only_corrupted(records: Sequence[Record]) -> list[Record]:
-    """Return the records that were evaluated on corrupted images, with the figures there in the place of the others."""
-    return _elsewhere(records, lambda judged: judged.get(CORRUPTED))
-
-
-def outside_names(records: Sequence[Record]) -> list[str]:
-    """Return the other data sets that any peer was evaluated against, in the order in which they come."""
-    return list(dict.fromkeys(name for r in records for peer in r["peers"] for name in peer.get(OUTSIDE, ())))
-
-
-def only_outside(records: Sequence[Record], other: str) -> list[Record]:
-    """Return the records that were evaluated against another data set, with its figures in place of the others.
-
-    Args:
-        records: of runs.
-        other: name of the other data set.
-    """
-    return _elsewhere(records, lambda judged: judged.get(OUTSIDE, {}).get(other))
-
-
 def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | None:
     """Return the accuracy of the images kept by a ranking, by the share kept; None where it was not measured.
 
@@ -196,25 +201,6 @@ def _disagrees(record: Record) -> bool:
     return "ensemble" in record or any(peer.get("disagreement") != 0 for peer in record["peers"])
 
 
-def averaged_ways(records: Sequence[Record]) -> list[str]:
-    """Return the ways in which the weights of any peer were averaged, in the order in which they come."""
-    return list(dict.fromkeys(way for r in records for peer in r["peers"] for way in peer.get(AVERAGED, ())))
-
-
-def only_averaged(records: Sequence[Record], way: str) -> list[Record]:
-    """Return the records with weights that were averaged, with the figures of that in the place of the others.
-
-    Peers that are plain networks are left out.
-
-    Args:
-        records: of runs.
-        way: how weights were averaged.
-    """
-    judged = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
-    with_members = [record for record in judged if record["peers"]]
-    return _elsewhere(with_members, lambda peer: peer.get(AVERAGED, {}).get(way))
-
-
 def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return the records with means over their last epochs, by a heading; those stand in the place of the figures."""
     found: dict[str, list[Record]] = {}
@@ -245,6 +231,18 @@ def _sorted_record(record: Record) -> Record:
     if "last_epochs" in record:
         last = sorted(record["last_epochs"]["peers"].values(), key=lambda peer: peer["accuracy"])
         found["last_epochs"] = {**record["last_epochs"], "peers": dict(zip(names, last, strict=True))}
+    return found
+
+
+def _named(records: Sequence[Record], key: str) -> dict[str, list[Record]]:
+    """Return the records with figures under a key and a name in the place of the others, by name."""
+    names = dict.fromkeys(name for record in records for peer in record["peers"] for name in peer.get(key, ()))
+    found = {name: _elsewhere(records, functools.partial(_figures, key, name)) for name in names}
+    return {name: those for name, those in found.items() if those}
+
+
+def _figures(key: str, name: str, judged: Record) -> Record | None:
+    found: Record | None = judged.get(key, {}).get(name)
     return found
 
 
@@ -381,27 +379,44 @@ def text_table(
         ['ACC', 'NLL', 'ECE']
         >>> folder.cleanup()
     """
-    merged = {way: only_averaged(records, way) for way in averaged_ways(records)}
-    if sort_peers:
-        records, merged = sorted_peers(records), {way: sorted_peers(found) for way, found in merged.items()}
     without = [r["recipe"] for r in records if calibrated and any("cnll" not in peer for peer in r["peers"])]
     if without:
         raise InputError(f"{without[0]}: has no validation split, on which a temperature could be chosen")
     columns = COLUMNS | (CALIBRATED if calibrated else {})
-    sections: list[tuple[str, Sequence[Record], Columns]] = [("", records, columns)]
-    for way, found in merged.items():
-        sections.append((f"in one pass ({way}):", found, columns))
-    for heading, last in last_headings(records).items():
-        sections.append((f"{heading}:", last, LAST))
-    for heading, (kept, shares) in retention_headings(records).items() if retention else ():
-        sections.append((f"{heading}:", kept, shares))
-    if bad := only_corrupted(records):
-        sections.append((f"on corrupted images, {corruptions(records)}:", bad, COLUMNS))
-    for other in outside_names(records):
-        sections.append((f"{other} told from the test split by entropy:", only_outside(records, other), DETECTED))
+    sections: list[tuple[str, Sequence[Record], Columns]]
+    sections = [("", sorted_peers(records) if sort_peers else records, columns)]
+    for table in further_tables(records, columns, sort_peers):
+        if retention or table.kind != RETENTION:
+            sections.append((HEADINGS[table.kind].format(table.of), table.records, table.columns))
     with_data = len({record["dataset"] for record in records}) > 1
     text = [_section(*section, with_data) for section in sections]
     return "\n\n".join(text + [ONE_SEED] * any(has_lone_seed(found) for _, found, _ in sections))
+
+
+def further_tables(
+    records: Sequence[Record], columns: Columns = COLUMNS, sort_peers: bool = False
+) -> Iterator[FurtherTable]:
+    """Return the tables below that of the test split, in the order of text.
+
+    Args:
+        records: of runs.
+        columns: of the figures of averaged weights.
+        sort_peers: peers by rising accuracy instead of by name; see `sorted_peers`.
+    """
+    ranked = sorted_peers if sort_peers else list[Record]
+    # Peers that are plain networks have no weights to average, and are left out.
+    bayesian = [{**record, "peers": [peer for peer in record["peers"] if AVERAGED in peer]} for record in records]
+    for way, merged in _named([record for record in bayesian if record["peers"]], AVERAGED).items():
+        yield FurtherTable(AVERAGED, way, ranked(merged), columns)
+    records = ranked(records)
+    for epochs, last in last_headings(records).items():
+        yield FurtherTable(LAST_EPOCHS, epochs, last, LAST)
+    for kept_by, (kept, shares) in retention_headings(records).items():
+        yield FurtherTable(RETENTION, kept_by, kept, shares)
+    if corrupted := _elsewhere(records, lambda judged: judged.get(CORRUPTED)):
+        yield FurtherTable(CORRUPTED, corruptions(records), corrupted, COLUMNS)
+    for other, outside in _named(records, OUTSIDE).items():
+        yield FurtherTable(OUTSIDE, other, outside, DETECTED)
 
 
 def corruptions(records: Sequence[Record]) -> str:

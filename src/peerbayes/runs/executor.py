@@ -54,7 +54,9 @@ class DataCache:
             recipe: whose data are wanted.
             vocabulary: of the texts; None for one made of them.
         """
-        key = recipe.data.model_dump_json(include=DATA_KEYS) + (vocabulary.digest if vocabulary is not None else "")
+        key = recipe.data.model_dump_json(include=DATA_KEYS)
+        if vocabulary is not None and (key not in self._data_sets or self._data_sets[key].vocabulary != vocabulary):
+            key += vocabulary.digest
         if key not in self._data_sets:
             self._data_sets[key] = load_data(recipe, self.root, vocabulary)
         return self._data_sets[key]
@@ -66,6 +68,7 @@ def train_jobs(
     resume: bool = False,
     reporter: Reporter | None = None,
     errors: dict[int, TrainingError] | None = None,
+    loaded: DataCache | None = None,
     **how: Any,
 ) -> list[Run]:
     """Train jobs, on a GPU side by side; what their peers start from comes first, side by side too.
@@ -76,10 +79,11 @@ def train_jobs(
         reporter: is told what happens; by default progress bars on a terminal and in notebooks, else nobody.
         errors: gets the errors of jobs that could not go on, by place; without it the first one is raised, when the
             others have ended.
+        loaded: data sets that are known already.
         how: see `RunOptions`.
     """
     refuse_unknown(how, train_jobs)
-    return execute(resolve(jobs), RunOptions(**how), resume=resume, reporter=reporter, errors=errors)
+    return execute(resolve(jobs), RunOptions(**how), resume=resume, reporter=reporter, errors=errors, loaded=loaded)
 
 
 def execute(
@@ -89,6 +93,7 @@ def execute(
     resume: bool = False,
     reporter: Reporter | None = None,
     errors: dict[int, TrainingError] | None = None,
+    loaded: DataCache | None = None,
 ) -> list[Run]:
     """Train what a plan says, and return its targets' runs; arguments as in `train_jobs`.
 
@@ -101,9 +106,10 @@ def execute(
         reporter: told of progress; by default the console.
         errors: gets the errors of targets that could not go on, by place; without it the first one is raised when the
             others have ended.
+        loaded: data sets that are known already.
     """
     with options.reporting(reporter) as reporter:
-        device, loaded = _device(plan, options), DataCache(options.root)
+        device, loaded = _device(plan, options), loaded or DataCache(options.root)
         _check_folders(plan, resume)
         _check_alike(plan, options, device)
         for node in plan.targets:
@@ -128,19 +134,22 @@ def execute(
         return [node.run() for node in plan.targets]
 
 
-def dry_run(plan: Plan, options: RunOptions, *, resume: bool = False) -> list[dict[str, Any]]:
+def dry_run(
+    plan: Plan, options: RunOptions, *, resume: bool = False, loaded: DataCache | None = None
+) -> list[dict[str, Any]]:
     """Check a plan as `execute` does, and return what would be trained, a row a run in the order of training.
 
     Args:
         plan: as `resolve` returns it.
         options: see `RunOptions`.
         resume: whether folders may hold interrupted runs.
+        loaded: data sets that are known already.
 
     Returns:
         rows of the recipe, the folder, the seed, peers with their networks, what they start from and learn from,
         epochs, steps, and files.
     """
-    device, loaded = _device(plan, options), DataCache(options.root)
+    device, loaded = _device(plan, options), loaded or DataCache(options.root)
     _check_folders(plan, resume)
     _check_nodes(plan, loaded, device, options, whole=True)
     rows = []

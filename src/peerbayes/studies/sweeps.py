@@ -239,7 +239,8 @@ class _Trainer:
     def _train(self, jobs: Sequence[Job], errors: dict[int, TrainingError]) -> list[Run]:
         while True:
             try:
-                return train_jobs(jobs, resume=True, reporter=self.reporter, errors=errors, **self.how)
+                how: dict[str, Any] = {"reporter": self.reporter, "loaded": self.loaded, **self.how}
+                return train_jobs(jobs, resume=True, errors=errors, **how)
             except InputError as error:
                 # Processes that share a folder share the parents of their runs: one trains them, the others wait.
                 if not str(error).endswith(LOCKED):
