@@ -2,7 +2,7 @@
 
 python examples/texts_csv.py [FOLDER] [EPOCHS]
 
-On the command line: peerbayes train --data texts.csv; peerbayes predict runs/text-seed0 new.csv --format csv
+On the command line: peerbayes train --data texts.csv; peerbayes predict runs/text-texts-seed0 new.csv --format csv
 """
 
 import csv

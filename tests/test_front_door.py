@@ -1,6 +1,7 @@
 """Data of one's own and nothing else said: the default recipes, their networks, and their epochs."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_an_image_folder_is_all_that_training_needs(folder, tmp_path, monkeypatc
     record = json.loads(
         called("train", "--data", folder, "--epochs", 2, "--json", *QUIET, *change("evaluation.draws=3"))
     )
-    run = Run(tmp_path / "runs" / "peers-seed0")
+    run = Run(tmp_path / "runs" / "peers-images-seed0")
     assert (record["recipe"], run.recipe.epochs) == ("peers", 2)
     assert {peer.network for peer in run.recipe.peers} == {"resnet8"}
     assert "validation" not in record
@@ -177,6 +178,40 @@ def test_seeds_and_recipes_share_one_copy_of_the_data(folder, tmp_path, monkeypa
     ]
     assert {id(job.given.data) for job in executed} == {id(loads[0])}
     assert len(loads) == 1
+
+
+def test_runs_of_a_general_recipe_are_named_by_their_data_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    quick = ("--epochs", 1, "--network", "mlp", *QUIET, *change("evaluation.draws=2"))
+    for name in ("three.npz", "my/four.npz"):
+        save_npz(tmp_path / name)
+        called("train", "bayesian", "--data", name, *quick)
+    called("train", "bayesian", "--data", "digits", "--seeds", "0,1", *quick)
+    called("train", "bayesian", *quick)
+    called("train", "mutual/digits-dnn", "--data", "three.npz", *quick, *change("data.validation=6"))
+    found = {path.name: Run(path).recipe.data.name for path in (tmp_path / "runs").iterdir()}
+    assert found == {
+        "bayesian-three-seed0": str(tmp_path / "three.npz"),
+        "bayesian-my-four-seed0": str(tmp_path / "my" / "four.npz"),
+        "bayesian-digits-seed0": "digits",
+        "bayesian-digits-seed1": "digits",
+        "bayesian-seed0": "digits",
+        "mutual-digits-dnn-seed0": str(tmp_path / "three.npz"),
+    }
+
+
+def test_a_run_in_a_folder_without_the_name_of_its_data_is_resumed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_npz(tmp_path / "three.npz")
+    words = ("train", "plain", "--data", "three.npz", "--epochs", 1, "--network", "mlp", *QUIET)
+    called(*words, "--run", "runs/plain-seed0")
+    called(*words, "--resume")
+    assert "runs/plain-seed0: already holds a run" in refused(capsys, *words)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain-seed0"]
+    shutil.copy("three.npz", "other.npz")
+    called("train", "plain", "--data", "other.npz", *words[4:])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["plain-other-seed0", "plain-seed0"]
 
 
 @pytest.fixture

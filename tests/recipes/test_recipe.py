@@ -489,6 +489,22 @@ def test_runs_of_recipes_with_a_point_in_their_name_have_folders_of_their_own():
     assert {default_folder(name, 3) for name in ("/else/deep/mine.toml", "../mine.toml")} == {Path("runs/mine-seed3")}
 
 
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("cifar10", "cifar10"),
+        ("/else/v1.2", "v1.2"),
+        ("/else/texts.csv", "texts"),
+        (str(Path.cwd() / "some" / "images"), "some-images"),
+        (str(Path.cwd()), Path.cwd().name),
+    ],
+)
+def test_folders_of_general_recipes_are_named_by_their_data_too(data, name):
+    assert default_folder("peers", 3, data=data) == Path(f"runs/peers-{name}-seed3")
+    assert default_folder("mutual/ours", 3, data=data) == Path("runs/mutual-ours-seed3")
+    assert default_folder("mine.toml", 3, data=data) == Path("runs/mine-seed3")
+
+
 def test_the_methods_of_every_paper_can_be_tried_on_embedded_data():
     for paper in ("mutual", "renyi", "distillation", "sharing", "pipeline"):
         assert any(load_recipe(name).data.name == "digits" for name in packaged() if name.startswith(f"{paper}/digits"))

@@ -43,7 +43,8 @@ def train(
 
     Args:
         recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
-        run: the run folder; by default that of the recipe and seed.
+        run: the run folder; by default ``runs/RECIPE-seedN``, or ``runs/RECIPE-DATA-seedN`` of a general recipe over
+            data that are given by name or path.
         data: a data set, or what `peerbayes.data.load` takes, in the place of the recipe's.
         network: of all peers, by name, in the place of the recipe's.
         epochs: in all; milestones and warm-up in proportion.
@@ -96,7 +97,8 @@ def fit(
         data: a data set, or what `peerbayes.data.load` takes, such as a path, ``(X, y)`` or a torch data set; it takes
             the place of the recipe's.
         recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
-        run: the run folder; by default that of the recipe and seed.
+        run: the run folder; by default ``runs/RECIPE-seedN``, or ``runs/RECIPE-DATA-seedN`` of a general recipe over
+            data that are given by name or path.
         teachers: trained posteriors that the peers learn from, in the place of the recipe's.
         normalize: how networks from elsewhere expect their images: ``"imagenet"``, ``"data"``, (mean, std), or None for
             in [0, 1] or by themselves; ``"auto"`` takes what timm and torchvision note, see
@@ -174,7 +176,8 @@ def job_for(
 
     Args:
         recipe: a recipe, its name or its file; by default ``text`` for texts and ``peers`` for all else.
-        run: the run folder; by default that of the recipe and seed.
+        run: the run folder; by default ``runs/RECIPE-seedN``, or ``runs/RECIPE-DATA-seedN`` of a general recipe over
+            data that are given by name or path.
         seed: of everything random.
         data: what `peerbayes.data.load` takes, in the place of the recipe's.
         network: of all peers, in the place of the recipe's.
@@ -196,7 +199,8 @@ def job_for(
         chosen, given = load_recipe(fitted_to(chosen, loaded), overrides), loaded
     if network is not None:
         chosen = load_recipe(chosen, ["peers.*.network=" + json.dumps(network), *overrides])
-    folder = Path(run) if run is not None else default_folder(base.name, seed)
+    named = chosen.data.name if isinstance(data, str | Path) else None
+    folder = Path(run) if run is not None else default_folder(base.name, seed, data=named)
     return Job(chosen, folder, seed, Given(data=given))
 
 

@@ -66,7 +66,10 @@ def train(
             min=1, help="Total epochs; milestones and warm-up scale in proportion.", show_default="the recipe's"
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run folder.", show_default="runs/RECIPE-seedN; with --data runs/RECIPE-DATA-seedN"),
+    ] = None,
     seed: Seed = 0,
     seeds: Seeds = None,
     resume: Resume = False,
@@ -101,7 +104,8 @@ def train(
 
     On a GPU several recipes and seeds are trained side by side. Under torchrun all processes train each run together.
     """
-    from peerbayes.api.fitting import PEERS, job_for
+    from peerbayes.api.fitting import job_for
+    from peerbayes.recipes.packaged import packaged
     from peerbayes.recipes.recipe import is_recipe
     from peerbayes.runs.executor import DataCache
     from peerbayes.runs.run import default_folder
@@ -125,9 +129,11 @@ def train(
     names: list[str | None] = [*recipes] or [None]
     for name in names:
         for number in numbers:
-            folder = default_folder(name or PEERS, number) if name is not None or many else None
-            if run is not None:
-                folder = run / (folder.name if len(recipes) > 1 and folder else f"seed{number}") if many else run
+            folder = run
+            if run is None and name is not None and name not in packaged():  # whose folder is named by its path
+                folder = default_folder(name, number)
+            elif run is not None and many:
+                folder = run / (default_folder(name, number).name if name and len(recipes) > 1 else f"seed{number}")
             jobs.append(job_for(name, folder, number, data_sets=data_sets, **asked))
     _train_and_show(
         jobs,

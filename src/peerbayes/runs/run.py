@@ -38,6 +38,7 @@ from peerbayes.posteriors import storage
 from peerbayes.posteriors.base import Posterior
 from peerbayes.posteriors.certificate import Certificate
 from peerbayes.posteriors.flat_network import Provenance
+from peerbayes.recipes.packaged import packaged
 from peerbayes.recipes.recipe import Recipe, load_recipe
 from peerbayes.recipes.recipe_data import load_data, refuse_other_words
 from peerbayes.recipes.settings import CUSTOM
@@ -674,15 +675,24 @@ def load(
     return Run(folder, networks, trust=trust)
 
 
-def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs")) -> Path:
-    """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``.
+def default_folder(recipe_name: str, seed: int, runs: Path = Path("runs"), data: str | None = None) -> Path:
+    """Return where a recipe's run goes by default: ``runs/mutual-digits-ours-seed0``, ``runs/peers-my-images-seed0``.
 
     Args:
         recipe_name: a name or TOML file.
         seed: of the run.
         runs: the folder that runs lie in.
+        data: name or full path of the data that take the place of the recipe's; a general recipe's run is named by
+            them, too, unless its folder without that name holds a run on them.
     """
-    return runs / f"{slug(recipe_name)}-seed{seed}"
+    folder = runs / f"{slug(recipe_name)}-seed{seed}"
+    if data is None or "/" in recipe_name or recipe_name not in packaged():
+        return folder
+    with contextlib.suppress(InputError):  # whatever else is there, the run goes elsewhere
+        if (folder / "recipe.toml").is_file() and read_recipe(folder).data.name == data:
+            return folder
+    name = slug(re.sub(r"\.(csv|json|npz)$", "", data)) or Path(data).name
+    return runs / f"{slug(recipe_name)}-{name}-seed{seed}"
 
 
 def slug(recipe: str | Path) -> str:
