@@ -146,9 +146,9 @@ def _calibrate_posterior(
 ) -> Posterior:
     """Calibrate a posterior in memory; see `calibrate`."""
     pick_device(device)
-    known = run_of(posterior)
-    count = draws or (known.recipe.evaluation.draws if known is not None else DRAWS)
-    loaded, held = _held_out(data, known, root, promises)
+    run = run_of(posterior)
+    count = draws or (run.recipe.evaluation.draws if run is not None else DRAWS)
+    loaded, held = _held_out(data, run, root, promises)
     before, certificate = posterior.certificate, None
     if promises.any:
         certificate = certify({posterior.name: posterior}, held, count, posterior.seed, promises, loaded.name)
@@ -269,8 +269,8 @@ def _warn_of_dropped(
         promise = getattr(before, name, None)
         if promise is not None and getattr(promises, name) is None and getattr(after, name, None) is None:
             why = "it was made by other images or draws" if promises.any else "calibrating without promises ends them"
-            told = f"{origin}: dropped: {name} {promise.level:g} ({why}); name it again to promise it"
-            warnings.warn(told, PeerbayesWarning, stacklevel=stacklevel)
+            sentence = f"{origin}: dropped: {name} {promise.level:g} ({why}); name it again to promise it"
+            warnings.warn(sentence, PeerbayesWarning, stacklevel=stacklevel)
 
 
 def _warn_of_learnt(run: Run, names: Sequence[str], held: float, loaded: Dataset) -> None:
@@ -281,9 +281,9 @@ def _warn_of_learnt(run: Run, names: Sequence[str], held: float, loaded: Dataset
     record = read_json(path)
     judged = [record.get("ensemble")] if len(names) > 1 else record.get("peers", ())
     wanted = None if len(names) > 1 else names[0]
-    known = [one for one in judged if isinstance(one, dict) and one.get("name") == wanted and "accuracy" in one]
-    for one in known:
-        learnt = learnt_by(held, len(loaded.validation), one["accuracy"], len(loaded.test))
+    peers = [peer for peer in judged if isinstance(peer, dict) and peer.get("name") == wanted and "accuracy" in peer]
+    for peer in peers:
+        learnt = learnt_by(held, len(loaded.validation), peer["accuracy"], len(loaded.test))
         if learnt:
             warnings.warn(f"{run.folder}: the promise is worth little: {learnt}", PeerbayesWarning, stacklevel=5)
 
@@ -297,11 +297,11 @@ def keep_together(run: Run, temperature: float, certificate: Certificate | None 
         certificate: of what that average promises, if anything.
     """
     path = run.folder / "run.json"
-    told: dict[str, Any] = {"temperature": temperature}
-    told |= {} if certificate is None else {"certificate": certificate.model_dump(exclude_none=True)}
+    entry: dict[str, Any] = {"temperature": temperature}
+    entry |= {} if certificate is None else {"certificate": certificate.model_dump(exclude_none=True)}
     for about in (run.about, written := read_json(path)):
         about.pop("certificate", None)
-        about |= told
+        about |= entry
     write_text(path, json.dumps(written, indent=1))
     for name in run:
         run[name].provenance = trained_into(run.folder, run.about.get("generation", 0))

@@ -124,7 +124,7 @@ def train(
         raise InputError("--seed and --seeds exclude each other")
     numbers = parse_seeds(seeds) if seeds is not None else [seed]
     many = seeds is not None or len(recipes) > 1
-    asked: dict[str, Any] = {"data": data, "network": network, "epochs": epochs, "overrides": changes}
+    options: dict[str, Any] = {"data": data, "network": network, "epochs": epochs, "overrides": changes}
     jobs, data_sets = [], DataCache(data_root)
     names: list[str | None] = [*recipes] or [None]
     for name in names:
@@ -134,7 +134,7 @@ def train(
                 folder = default_folder(name, number)
             elif run is not None and many:
                 folder = run / (default_folder(name, number).name if name and len(recipes) > 1 else f"seed{number}")
-            jobs.append(job_for(name, folder, number, data_sets=data_sets, **asked))
+            jobs.append(job_for(name, folder, number, data_sets=data_sets, **options))
     _train_and_show(
         jobs,
         many,

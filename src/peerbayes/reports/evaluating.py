@@ -122,18 +122,18 @@ def evaluate(
     passes: dict[str, list[tuple[Tensor, Tensor | None]]] = {}  # of peers, by the way in which weights are averaged
     for name in run:
         posterior = run[name].to(where)
-        found, log_p, disagreement, valid = _judge(posterior, name, run, loaded, draws, settle)
+        figures, log_p, disagreement, valid = _judge(posterior, name, run, loaded, draws, settle)
         if posterior.certificate is not None:
-            found["certificate"] = promised(posterior.certificate, [name], log_p)
+            figures["certificate"] = promised(posterior.certificate, [name], log_p)
         for other, split in foreign.items():
             log_outside[other].append(predict(posterior, name, split))
-            found.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
+            figures.setdefault("out_of_distribution", {})[other] = judge_outside(log_p, log_outside[other][-1])
         if averaged and posterior.averages:
             one_pass = predict_averages(posterior, name, loaded, run.recipe.data.augment, predict)
-            found["averaged"] = {way: judge(*pair) for way, pair in one_pass.items()}
+            figures["averaged"] = {way: judge(*pair) for way, pair in one_pass.items()}
             for way, pair in one_pass.items():
                 passes.setdefault(way, []).append(pair)
-        peers.append(found)
+        peers.append(figures)
         log_probabilities.append(log_p)
         expected.append(entropy_of(log_p) - disagreement)  # (1/S) Σ_s H[p_s]
         held.append(valid)
@@ -245,33 +245,33 @@ def _judge(
     """Return a peer's figures, log p̄ and disagreement on the test split, and log p̄ on the validation split."""
     options = run.recipe.evaluation
     log_p, labels, disagreement, spent = run.predict_split(name, loaded.test, draws, posterior.device, settle=settle)
-    found: Record = {
+    figures: Record = {
         "name": name,
         "bytes": run.weights_file(name).stat().st_size,
         **scored(log_p, labels, disagreement, posterior.stochastic, options.ece_bins, options.retention),
         "draws_spent": float(spent.double().mean()),
     }
     if counts := posterior.counts():
-        found["codebook"] = counts
+        figures["codebook"] = counts
         if (account := run.account(name)) is not None:
             merged = account.merging.get("merged", 0)
-            found["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}
+            figures["codebook"] |= {"components_at_first": account.components_at_first, "merged": merged}
     held: Tensor | None = None
     if loaded.validation is not None:
         held = run.predict_split(name, loaded.validation, draws, posterior.device, settle=settle)[0]
-        found |= recalibrated(held, _labels(loaded.validation), log_p, labels, options.ece_bins)
+        figures |= recalibrated(held, _labels(loaded.validation), log_p, labels, options.ece_bins)
     if loaded.soft_labels is not None:
-        found["human_cross_entropy"] = metrics.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
-    return found, log_p, disagreement, held
+        figures["human_cross_entropy"] = metrics.soft_cross_entropy_from_log(log_p, loaded.soft_labels)
+    return figures, log_p, disagreement, held
 
 
 def _judge_mean(log_p: Tensor, held: Tensor | None, loaded: Dataset, bins: int) -> Record:
     """Return the figures of log-probabilities (N, C) of the test split, with those of the validation split."""
     labels = _labels(loaded.test)
-    found = basic_figures(log_p, labels, bins)
+    figures = basic_figures(log_p, labels, bins)
     if held is not None and loaded.validation is not None:
-        found |= recalibrated(held, _labels(loaded.validation), log_p, labels, bins)
-    return found
+        figures |= recalibrated(held, _labels(loaded.validation), log_p, labels, bins)
+    return figures
 
 
 def _labels(split: Split) -> Tensor:
@@ -331,31 +331,31 @@ def examples_of(log_p: Tensor, data: Dataset, count: int = SHOWN) -> Record:
     shown = {name: index[:count] for name, index in chosen.items()}
     seen = _seen(data, torch.cat(list(shown.values())).unique())
     names = data.class_names or [str(number) for number in range(data.classes)]
-    found: Record = {"kind": "text" if data.vocabulary is not None else "image"}
+    examples: Record = {"kind": "text" if data.vocabulary is not None else "image"}
     for name, index in shown.items():
-        found[name] = [
+        examples[name] = [
             {
-                "index": place,
-                "label": names[int(labels[place])],
-                "class": names[int(predicted[place])],
-                "probability": float(log_p[place].max().exp()),
-                "entropy": float(entropy[place]),
-                "shown": seen[place],
+                "index": item,
+                "label": names[int(labels[item])],
+                "class": names[int(predicted[item])],
+                "probability": float(log_p[item].max().exp()),
+                "entropy": float(entropy[item]),
+                "shown": seen[item],
             }
-            for place in index.tolist()
-            if place in seen
+            for item in index.tolist()
+            if item in seen
         ]
-    return found
+    return examples
 
 
 def _seen(data: Dataset, index: Tensor) -> Mapping[int, str]:
     """Return texts, or thumbnails, by their places in the test split."""
-    places = index.tolist()
+    items = index.tolist()
     if data.vocabulary is not None:
         texts = data.test.texts if isinstance(data.test, ArraySplit) else None
-        return {} if texts is None else {place: _shortened(texts[place]) for place in places}
+        return {} if texts is None else {item: _shortened(texts[item]) for item in items}
     images, _ = data.test.batch(index, torch.device("cpu"))
-    return {place: thumbnail(image) for place, image in zip(places, images, strict=True)}
+    return {item: thumbnail(image) for item, image in zip(items, images, strict=True)}
 
 
 def _shortened(text: str) -> str:

@@ -131,7 +131,7 @@ def _table(
     records: Sequence[Record], every: Sequence[Record], columns: tables.Columns, title: str = "", note: str = ""
 ) -> ReportTable:
     """Return a table of records, whose groups have the numbers that they have among ``every`` one of the page."""
-    found = tables.rows(records, columns)
+    rows = tables.rows(records, columns)
     numbers = {key: number for number, key in enumerate(tables.grouped(every))}
     with_data = len({record["dataset"] for record in every}) > 1
     with_peers = any(len(record["peers"]) > 1 for record in records)
@@ -139,10 +139,10 @@ def _table(
         ReportRow(
             [row.method, *[row.data] * with_data, *[row.peer] * with_peers, *row.cells, str(row.seeds)],
             numbers.get(row.group),
-            again=place > 0 and found[place - 1].group == row.group,
+            again=index > 0 and rows[index - 1].group == row.group,
             average=row.peer == tables.AVERAGE,
         )
-        for place, row in enumerate(found)
+        for index, row in enumerate(rows)
     ]
     head = ["method", *["data"] * with_data, *["peer"] * with_peers, *columns, "seeds"]
     return ReportTable(head, lines, 1 + with_data + with_peers, title, note)
@@ -167,11 +167,11 @@ def _results(records: Sequence[Record], below_summary: bool) -> Section:
 
 def _differences(records: Sequence[Record]) -> Section:
     lines = []
-    for one in tables.compared(records):
-        cells = [", ".join(filter(None, [one.names, one.peers])), str(one.seeds)]
-        found = [one.figures.get(name) for name in tables.COLUMNS]
-        cells += ["" if figure is None else figure.value for figure in found]
-        lines.append(ReportRow(cells, remarks=["" if figure is None else figure.remark for figure in found]))
+    for difference in tables.compared(records):
+        cells = [", ".join(filter(None, [difference.names, difference.peers])), str(difference.seeds)]
+        figures = [difference.figures.get(name) for name in tables.COLUMNS]
+        cells += ["" if figure is None else figure.value for figure in figures]
+        lines.append(ReportRow(cells, remarks=["" if figure is None else figure.remark for figure in figures]))
     if not lines:
         return Section("")
     lone = [f"{_sentence(tables.ONE_SEED)}."] * tables.has_lone_seed(records)
@@ -181,8 +181,8 @@ def _differences(records: Sequence[Record]) -> Section:
 
 def _retention(records: Sequence[Record], further: Sequence[FurtherTable]) -> Section:
     drawn = [chart for ranking in tables.RANKINGS for chart in charts.retention_chart(records, ranking)]
-    found = [_table(table.records, records, table.columns, _sentence(table.of)) for table in further]
-    return Section("Answering only what is certain", charts=drawn, tables=found)
+    shown = [_table(table.records, records, table.columns, _sentence(table.of)) for table in further]
+    return Section("Answering only what is certain", charts=drawn, tables=shown)
 
 
 def _outside(records: Sequence[Record], table: FurtherTable) -> Section:
@@ -190,8 +190,8 @@ def _outside(records: Sequence[Record], table: FurtherTable) -> Section:
     panels, words = charts.entropy_charts(records, other), f"How well entropy tells {other} from the test split."
     if panels:
         words += f" Shares of inputs by entropy: the test split is filled, {other} outlined; heights are square roots."
-    found = _table(table.records, records, table.columns)
-    return Section(f"Out of distribution: {other}", [words], panels=panels, tables=[found])
+    drawn = _table(table.records, records, table.columns)
+    return Section(f"Out of distribution: {other}", [words], panels=panels, tables=[drawn])
 
 
 def _elsewhere(records: Sequence[Record], table: FurtherTable) -> Section:
@@ -203,10 +203,10 @@ def _promises(records: Sequence[Record]) -> Section:
     numbers = {key: number for number, key in enumerate(tables.grouped(records))}
     several = any(len(record["peers"]) > 1 for record in records)
     lines = []
-    for one in promises(records):
-        who = [tables.title(one.record["method"]), str(one.record["seed"]), *[one.peer] * several]
-        cells = [*who, one.promised, one.shown, one.threshold, one.found, one.kept]
-        lines.append(ReportRow(cells, numbers[tables.key_of(one.record)]))
+    for promise in promises(records):
+        who = [tables.title(promise.record["method"]), str(promise.record["seed"]), *[promise.peer] * several]
+        cells = [*who, promise.promised, promise.shown, promise.threshold, promise.found, promise.kept]
+        lines.append(ReportRow(cells, numbers[tables.key_of(promise.record)]))
     if not lines:
         return Section("")
     head = ["method", "seed", *["peer"] * several, "promised", "shown on", "threshold"]
@@ -216,7 +216,7 @@ def _promises(records: Sequence[Record]) -> Section:
 
 def _examples(records: Sequence[Record]) -> Section:
     """Return the inputs of each method's first record that has any, by kind."""
-    found, kind = [], "image"
+    examples, kind = [], "image"
     for number, group in enumerate(tables.grouped(records).values()):
         record = next((one for one in group if any(one.get("examples", {}).get(name) for name in (LEAST, MOST))), None)
         if record is None:
@@ -225,10 +225,10 @@ def _examples(records: Sequence[Record]) -> Section:
         lists = [(_sentence(name), record["examples"][name]) for name in (LEAST, MOST, WRONG)]
         heading = f"{tables.title(record['method'])}, seed {record['seed']}"
         heading += f", {tables.ENSEMBLE}" * (len(record["peers"]) > 1)
-        found.append({"group": number, "heading": heading, "kind": kind, "lists": [one for one in lists if one[1]]})
+        examples.append({"group": number, "heading": heading, "kind": kind, "lists": [one for one in lists if one[1]]})
     words = ["By entropy (H, in nats) of predictions on the test split; p is the probability of the predicted class."]
     heading = f"Most and least certain {kind}s"
-    return Section(heading, words, examples=found) if found else Section("")
+    return Section(heading, words, examples=examples) if examples else Section("")
 
 
 def _training(metrics: Mapping[str, Sequence[Mapping[str, Any]]], more: Mapping[str, Figure]) -> Section:

@@ -110,15 +110,17 @@ def grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
         alike.setdefault(title(given["method"]), {})[key_of(record)] = None
     for name, keys in alike.items():
         if len(keys) > 1 and all("folder" in record for key in keys for record in groups[key]):
-            for key, place in zip(keys, _places([groups[key] for key in keys]), strict=True):
-                groups[key] = [{**record, "method": f"{name} ({place})"} for record in groups[key]]
+            for key, folder in zip(keys, _places([groups[key] for key in keys]), strict=True):
+                groups[key] = [{**record, "method": f"{name} ({folder})"} for record in groups[key]]
     return groups
 
 
 def _differ_by_seed_alone(one: Record, two: Record) -> bool:
     """Whether two runs have one recipe, or start from runs of their own seeds each."""
-    own = one.get("settings_of_seed")
-    return one.get("settings") == two.get("settings") or (own is not None and own == two.get("settings_of_seed"))
+    of_seed = one.get("settings_of_seed")
+    return one.get("settings") == two.get("settings") or (
+        of_seed is not None and of_seed == two.get("settings_of_seed")
+    )
 
 
 def _places(groups: Sequence[Sequence[Record]]) -> list[str]:
@@ -132,10 +134,10 @@ def _places(groups: Sequence[Sequence[Record]]) -> list[str]:
     ways = [lambda r: home(r).resolve().name, lambda r: str(home(r)), lambda r: str(r["folder"])]
     for way in ways:
         ends = [dict.fromkeys((way(group[0]), way(group[-1]))) for group in groups]
-        found = [" … ".join(both) for both in ends]
-        if len(set(found)) == len(found):
+        labels = [" … ".join(both) for both in ends]
+        if len(set(labels)) == len(labels):
             break
-    return found
+    return labels
 
 
 def _with_order(record: Record) -> Record:
@@ -159,9 +161,9 @@ def _values(records: Sequence[Record], peer: str, key: str) -> dict[int, float]:
     for record in records:
         chosen = [record["ensemble"]] if peer == ENSEMBLE else record["peers"]
         values = [p.get(key) for p in chosen if peer in (AVERAGE, ENSEMBLE, p.get("name"))]
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(values):
-            by_seed[record["seed"]] = sum(known) / len(known)
+        numbers = [value for value in values if value is not None]
+        if numbers and len(numbers) == len(values):
+            by_seed[record["seed"]] = sum(numbers) / len(numbers)
     return by_seed
 
 
@@ -175,8 +177,8 @@ def retention_by(ranking: str, judged: Mapping[str, Any]) -> dict[str, float] | 
         judged: the figures of a peer, or of an ensemble.
     """
     if "selective" in judged:
-        found: dict[str, float] = judged["selective"][ranking]["retention"]
-        return found
+        by_share: dict[str, float] = judged["selective"][ranking]["retention"]
+        return by_share
     return judged.get("retention") if (judged.get("disagreement") == 0) == (ranking == "entropy") else None
 
 
@@ -185,7 +187,7 @@ def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record
 
     A single point does not disagree with itself, and is not ranked by that.
     """
-    found: dict[str, tuple[list[Record], Columns]] = {}
+    by_heading: dict[str, tuple[list[Record], Columns]] = {}
     for ranking in RANKINGS:
         ranked = [record for record in records if ranking == "entropy" or _disagrees(record)]
         kept = _elsewhere(ranked, functools.partial(retention_by, ranking))
@@ -193,8 +195,8 @@ def retention_headings(records: Sequence[Record]) -> dict[str, tuple[list[Record
         common = sorted(set.intersection(*shares), key=float) if shares else []
         if common:
             heading = f"accuracy (%) of the images of lowest {ranking}, by the share kept"
-            found[heading] = kept, {f"{100 * float(share):g} %": (share, 100.0) for share in common}
-    return found
+            by_heading[heading] = kept, {f"{100 * float(share):g} %": (share, 100.0) for share in common}
+    return by_heading
 
 
 def _disagrees(record: Record) -> bool:
@@ -203,15 +205,15 @@ def _disagrees(record: Record) -> bool:
 
 def last_headings(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return the records with means over their last epochs, by a heading; those stand in the place of the figures."""
-    found: dict[str, list[Record]] = {}
+    by_heading: dict[str, list[Record]] = {}
     for record in records:
         if "last_epochs" in record:
             epochs = record["last_epochs"]["epochs"]
             peers = [{"name": name, **figures} for name, figures in record["last_epochs"]["peers"].items()]
             rest = {key: value for key, value in record.items() if key != "ensemble"}
             heading = f"the mean over the last {epochs} epochs" if epochs > 1 else "the last epoch"
-            found.setdefault(f"{heading}, on the test split", []).append(rest | {"peers": peers})
-    return found
+            by_heading.setdefault(f"{heading}, on the test split", []).append(rest | {"peers": peers})
+    return by_heading
 
 
 def sorted_peers(records: Sequence[Record]) -> list[Record]:
@@ -225,36 +227,36 @@ def sorted_peers(records: Sequence[Record]) -> list[Record]:
 
 def _sorted_record(record: Record) -> Record:
     count = len(record["peers"])
-    names = ["worst", *(f"{place} of {count}" for place in range(2, count)), "best"]
+    names = ["worst", *(f"{rank} of {count}" for rank in range(2, count)), "best"]
     peers = sorted(record["peers"], key=lambda peer: peer["accuracy"])
-    found = {**record, "peers": [{**peer, "name": name} for name, peer in zip(names, peers, strict=True)]}
+    renamed = {**record, "peers": [{**peer, "name": name} for name, peer in zip(names, peers, strict=True)]}
     if "last_epochs" in record:
         last = sorted(record["last_epochs"]["peers"].values(), key=lambda peer: peer["accuracy"])
-        found["last_epochs"] = {**record["last_epochs"], "peers": dict(zip(names, last, strict=True))}
-    return found
+        renamed["last_epochs"] = {**record["last_epochs"], "peers": dict(zip(names, last, strict=True))}
+    return renamed
 
 
 def _named(records: Sequence[Record], key: str) -> dict[str, list[Record]]:
     """Return the records with figures under a key and a name in the place of the others, by name."""
     names = dict.fromkeys(name for record in records for peer in record["peers"] for name in peer.get(key, ()))
-    found = {name: _elsewhere(records, functools.partial(_figures, key, name)) for name in names}
-    return {name: those for name, those in found.items() if those}
+    by_name = {name: _elsewhere(records, functools.partial(_figures, key, name)) for name in names}
+    return {name: those for name, those in by_name.items() if those}
 
 
 def _figures(key: str, name: str, judged: Record) -> Record | None:
-    found: Record | None = judged.get(key, {}).get(name)
-    return found
+    figures: Record | None = judged.get(key, {}).get(name)
+    return figures
 
 
 def _elsewhere(records: Sequence[Record], figures: Callable[[Record], Record | None]) -> list[Record]:
-    found = []
+    moved = []
     for record in records:
         if all(figures(peer) is not None for peer in record["peers"]):
             peers = [{"name": peer["name"], **(figures(peer) or {})} for peer in record["peers"]]
             whole = figures(record.get("ensemble", {}))
             rest = {key: value for key, value in record.items() if key != "ensemble"}
-            found.append(rest | {"peers": peers} | ({} if whole is None else {"ensemble": whole}))
-    return found
+            moved.append(rest | {"peers": peers} | ({} if whole is None else {"ensemble": whole}))
+    return moved
 
 
 def rows(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Row]:
@@ -264,7 +266,7 @@ def rows(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Row]:
         records: of runs.
         columns: keys of figures and their scale, by heading.
     """
-    found = []
+    lines = []
     for key, group in grouped(records).items():
         names = [peer["name"] for peer in group[0]["peers"]]
         more = [AVERAGE] if len(names) > 1 else []
@@ -274,8 +276,8 @@ def rows(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Row]:
             for figure, scale in columns.values():
                 values = _values(group, peer, figure).values()
                 cells.append(cell([value * scale for value in values], scale) if values else "")
-            found.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"], key))
-    return found
+            lines.append(Row(title(group[0]["method"]), peer, len(group), tuple(cells), group[0]["dataset"], key))
+    return lines
 
 
 def cell(values: Sequence[float], scale: float) -> str:
@@ -312,12 +314,12 @@ def differences(records: Sequence[Record], columns: Columns = COLUMNS) -> list[s
         []
         >>> folder.cleanup()
     """
-    found = []
-    for one in compared(records, columns):
-        parts = [f"{name} {figure.describe(one_seed='')}" for name, figure in one.figures.items()]
-        paired = f"paired over {one.seeds} seeds" if one.seeds > 1 else "1 seed"
-        found.append(f"{', '.join(filter(None, [one.names, one.peers, paired]))}: {'; '.join(parts)}")
-    return found
+    sentences = []
+    for difference in compared(records, columns):
+        parts = [f"{name} {figure.describe(one_seed='')}" for name, figure in difference.figures.items()]
+        paired = f"paired over {difference.seeds} seeds" if difference.seeds > 1 else "1 seed"
+        sentences.append(f"{', '.join(filter(None, [difference.names, difference.peers, paired]))}: {'; '.join(parts)}")
+    return sentences
 
 
 def compared(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Difference]:
@@ -327,7 +329,7 @@ def compared(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Diff
         records: of runs.
         columns: keys of figures and their scale, by heading.
     """
-    found = []
+    pairs = []
     for before, after, seeds in _neighbours(records):
         figures = {}
         for name, (key, scale) in columns.items():
@@ -339,18 +341,18 @@ def compared(records: Sequence[Record], columns: Columns = COLUMNS) -> list[Diff
                 figures[name] = paired_difference(a, b)
         names = f"{title(after[0]['method'])} − {title(before[0]['method'])}"
         peers = "average of peers" if any(len(group[0]["peers"]) > 1 for group in (before, after)) else ""
-        found.append(Difference(names, peers, seeds, figures))
-    return found
+        pairs.append(Difference(names, peers, seeds, figures))
+    return pairs
 
 
 def _neighbours(records: Sequence[Record]) -> list[tuple[list[Record], list[Record], int]]:
     """Return the groups that follow one another and are of one data set, with how many seeds they share."""
-    found = []
+    neighbours = []
     for before, after in itertools.pairwise(grouped(records).values()):
         shared = {r["seed"] for r in before} & {r["seed"] for r in after}
         if shared and before[0]["dataset"] == after[0]["dataset"]:
-            found.append((before, after, len(shared)))
-    return found
+            neighbours.append((before, after, len(shared)))
+    return neighbours
 
 
 def has_lone_seed(records: Sequence[Record]) -> bool:

@@ -329,16 +329,16 @@ class Run(Mapping[str, Posterior]):
         """The lines of metrics.jsonl; one at the end that a kill has cut short is left out."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        found = []
+        entries = []
         for number, line in enumerate(lines, start=1):
             try:
-                found.append(_parse_json(line, f"{path}, line {number}"))
+                entries.append(_parse_json(line, f"{path}, line {number}"))
             except InputError:
                 if number == len(lines) and not line.endswith(b"\n"):
                     break
                 raise
-            _Line.parse(found[-1], f"{path}, line {number}")
-        return found
+            _Line.parse(entries[-1], f"{path}, line {number}")
+        return entries
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:
@@ -357,8 +357,8 @@ class Run(Mapping[str, Posterior]):
     def account(self, peer: str) -> Account | None:
         """Return how a peer's codebook was made; None where it was not made here."""
         path = self.folder / "sharing.json"
-        told = read_json(path) if path.is_file() else {}
-        return Account.parse(told[peer], f"{path}: {peer}") if peer in told else None
+        accounts = read_json(path) if path.is_file() else {}
+        return Account.parse(accounts[peer], f"{path}: {peer}") if peer in accounts else None
 
     def __getitem__(self, peer: str) -> Posterior:
         if peer not in self._loaded:
