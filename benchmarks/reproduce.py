@@ -215,10 +215,18 @@ def pipeline() -> dict[str, Table]:
 
 
 YARDSTICKS = ("plain", "ensemble2", "plain-peers", "swag", "laplace", "ivon", "vanilla", "dml", "ours", "default")
+FOR_TEXTS = ("plain", "ensemble2", "plain-peers", "bayesian", "vanilla", "default")
 
 
 def worth(
-    name: str, on: str, seeds: str, outside: Sequence[str], more: Sequence[str] = (), there: Sequence[str] = ()
+    name: str,
+    on: str,
+    seeds: str,
+    outside: Sequence[str],
+    more: Sequence[str] = (),
+    there: Sequence[str] = (),
+    methods: Sequence[str] = YARDSTICKS,
+    variants: Mapping[str, tuple[str, Sequence[str]]] | None = None,
 ) -> dict[str, Table]:
     """What the default recipe is worth beside what people would use instead; `worth.py` draws the table.
 
@@ -230,16 +238,22 @@ def worth(
         on: data and network, of the recipes' names.
         seeds: of all methods, which makes them pairs.
         outside: data sets from elsewhere that may be missing.
-        more: recipes beside those of `YARDSTICKS`.
+        more: recipes beside those of ``methods``.
         there: data sets from elsewhere that are always there.
+        methods: that are compared, of the recipes' names.
+        variants: of the default recipe, what they extend and set.
     """
-    recipes = [*(f"yardsticks/{on}-{method}" for method in YARDSTICKS), *more]
+    changed = [f"recipes/{variant}.toml" for variant in variants or ()]
+    recipes = [*(f"yardsticks/{on}-{method}" for method in methods), *changed, *more]
     every = ["evaluate", *runs(recipes, seeds)]
-    trained = {f"{name}-{recipe.rpartition('/')[2]}": ["train", recipe, "--seeds", seeds] for recipe in recipes}
+    trained = {
+        f"{name}-{Path(recipe).name.removesuffix('.toml')}": ["train", recipe, "--seeds", seeds] for recipe in recipes
+    }
     foreign = {f"{name}-outside-{other}": [*every, "--ood", other] for other in outside}
     judged = [*every, *(word for other in there for word in ("--ood", other))]
-    one_pass = {f"{name}-one-pass": ["evaluate", *runs([recipes[YARDSTICKS.index("default")]], seeds), "--averaged"]}
-    return {name: Table({**trained, name: judged, **one_pass, **foreign}, optional=list(foreign))}
+    defaults = [recipes[methods.index("default")], *changed]
+    one_pass = {f"{name}-one-pass": ["evaluate", *runs(defaults, seeds), "--averaged"]}
+    return {name: Table({**trained, name: judged, **one_pass, **foreign}, variants or {}, optional=list(foreign))}
 
 
 ABLATION = ("shared-no-blend", "shared-no-outliers", "shared-neither")
@@ -259,6 +273,21 @@ TABLES = {
         [],
         ["yardsticks/digits-mlp-plain", "yardsticks/digits-mlp-mc-dropout"],
         ["photographs"],
+    ),
+    # Seed 3 has chosen the learning rates.
+    **worth("worth-clinc150-fasttext", "clinc150-fasttext", "0,1,2,4,5", [], there=["clinc150-oos"], methods=FOR_TEXTS),
+    **worth(
+        "worth-banking77-fasttext",
+        "banking77-fasttext",
+        "0,1,2,4,5",
+        [],
+        methods=FOR_TEXTS,
+        variants={
+            "banking77-fasttext-default-rate": (
+                "yardsticks/banking77-fasttext-default",
+                ["stages.0.optimizer.lr=0.005"],
+            )
+        },
     ),
 }
 

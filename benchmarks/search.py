@@ -100,6 +100,12 @@ SEARCHES |= {
     for name in ("cifar100-resnet20", "digits")
     for method in ("plain", "plain-peers")
 }
+TEXT_RATES = {f"lr-{value}": [f"{OPTIMIZER}.lr={value}"] for value in ("0.003", "0.005", "0.01", "0.03")}
+SEARCHES |= {
+    f"{name}-{method}": Search(f"yardsticks/{name}-{method}", {"base": [], **TEXT_RATES})
+    for name in ("clinc150-fasttext", "banking77-fasttext")
+    for method in ("plain", "ensemble2", "plain-peers", "bayesian", "vanilla", "default")
+}
 
 
 def settings(search: Search, trial: str, epochs: int) -> list[str]:
@@ -121,6 +127,8 @@ def settings(search: Search, trial: str, epochs: int) -> list[str]:
 def judged(run: Run, split: Split, device: torch.device) -> dict[str, Any]:
     """Return figures on a split: means over peers, and those of the ensemble.
 
+    ``cnll`` is the NLL after the temperatures that training has fitted on the validation split.
+
     Args:
         run: that is trained.
         split: with labels.
@@ -129,17 +137,18 @@ def judged(run: Run, split: Split, device: torch.device) -> dict[str, Any]:
     assert split.labels is not None
     log_p = [run.predict_split(peer, split, DRAWS, device)[0].cpu() for peer in run]
 
-    def figures(predicted: torch.Tensor) -> dict[str, float]:
+    def figures(predicted: torch.Tensor, temperature: float) -> dict[str, float]:
         p = predicted.exp()
         return {
             "accuracy": metrics.accuracy(p, split.labels),
             "nll": metrics.nll_from_log(predicted, split.labels),
             "ece": metrics.ece(p, split.labels),
+            "cnll": metrics.nll_from_log(metrics.temper(predicted, temperature), split.labels),
         }
 
-    each = [figures(predicted) for predicted in log_p]
+    each = [figures(predicted, run[peer].temperature) for peer, predicted in zip(run, log_p, strict=True)]
     means = {key: statistics.fmean(peer[key] for peer in each) for key in each[0]}
-    return means | {"ensemble": figures(mean_of(torch.stack(log_p)))}
+    return means | {"ensemble": figures(mean_of(torch.stack(log_p)), run.temperature)}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

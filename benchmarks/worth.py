@@ -2,10 +2,11 @@
 
     python benchmarks/worth.py results/yardsticks-digits.json
     python benchmarks/worth.py reproduced/results/worth-cifar100-resnet20*.json
+    python benchmarks/worth.py results/worth-banking77-fasttext.json --against "default (lr=0.005)"
 
 Prints Markdown: one line for the peers of a method and one for their ensemble, each with and without a temperature.
 Figures are mean ± standard error over seeds. What `--set` changed makes a line of its own. The last column is the
-difference in NLL to the default recipe, over the seeds that both have.
+difference in NLL to the default recipe (or to `--against`), over the seeds that both have.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from peerbayes.metrics import paired_difference, summarise
 Record = dict[str, Any]
 Values = Mapping[int, float]  # by seed
 KEPT = "0.8"  # share of the images whose accuracy is shown, by least disagreement and by least entropy
-AGAINST = "default"  # which the others are compared with
+AGAINST = "default"  # which the others are compared with, by default
 FORMS: dict[str, tuple[str, Callable[[Record], Sequence[Record]]]] = {
     "each": ("each peer", lambda record: record["peers"]),
     "ensemble": ("ensemble", lambda record: [record["ensemble"]] if "ensemble" in record else []),
@@ -120,8 +121,13 @@ def difference(by_seed: Values, against: Values) -> str:
     return text if pair.distinguishable else f"{text}, not distinguishable"
 
 
-def table(records: Sequence[Record]) -> str:
-    """Return the table as Markdown."""
+def table(records: Sequence[Record], against: str = AGAINST) -> str:
+    """Return the table as Markdown.
+
+    Args:
+        records: of all methods.
+        against: end of the line that the others are compared with.
+    """
     methods = list(dict.fromkeys(method_of(record) for record in records))
     by_recipe = {name: [record for record in records if method_of(record) == name] for name in methods}
     every = [one for record in records for _, parts in FORMS.values() for one in parts(record)]
@@ -132,12 +138,12 @@ def table(records: Sequence[Record]) -> str:
         f"kept by entropy {KEPT}": (kept("entropy"), True),
         **{f"AUROC {other}": (auroc(other), False) for other in others},
     }
-    headings = ["", "ACC", "NLL", "ECE", *more_figures, f"NLL − {AGAINST}"]
+    headings = ["", "ACC", "NLL", "ECE", *more_figures, f"NLL − {against}"]
     # By network, form and figure: what another network has is no yardstick.
     base = {
         (own[0]["network"], form, key): values(own, form, lambda one, key=key: one.get(key))  # type: ignore[misc]
         for name, own in by_recipe.items()
-        if name.endswith(f"-{AGAINST}")
+        if name.endswith(f"-{against}")
         for form in FORMS
         for key in ("nll", "cnll")
     }
@@ -165,7 +171,9 @@ def table(records: Sequence[Record]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, metavar="FILE")
-    print(table(read(parser.parse_args(words).records)))
+    parser.add_argument("--against", default=AGAINST, metavar="METHOD", help="what the others are compared with")
+    asked = parser.parse_args(words)
+    print(table(read(asked.records), asked.against))
     return 0
 
 

@@ -31,6 +31,7 @@ def test_trials_are_compared_with_the_base_on_the_validation_split(script, tmp_p
     record = json.loads(out.read_text())
     assert [row["trial"] for row in record["rows"]] == ["base", "cutmix-1.0+kl-0.0"]
     assert record["split"] == "validation"
+    assert all(part["cnll"] < part["nll"] + 0.01 for row in record["rows"] for part in (row, row["ensemble"]))
     gap = record["rows"][1]["nll"] - record["rows"][0]["nll"]
     assert f"| {gap:+.3f} |" in capsys.readouterr().out
     before = out.read_text()

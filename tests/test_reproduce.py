@@ -65,6 +65,11 @@ def test_runs_with_other_settings_are_lines_of_their_own(script, tmp_path, capsy
     out = capsys.readouterr().out
     assert "| made-plain | 50.00 ± .00 | 1.000 ± .000 |" in out
     assert "| made-plain (lr=0.2) | 50.00 ± .00 | 3.000 ± .000 |" in out
+    drawn.main([str(tmp_path / "a.json"), "--against", "plain (lr=0.2)"])
+    heading, _, plain, *_ = capsys.readouterr().out.splitlines()
+    assert heading.endswith("| NLL − plain (lr=0.2) |")
+    assert plain.startswith("| made-plain |")
+    assert "| −2.000 ± .000" in plain
 
 
 def test_what_the_default_is_worth_is_a_table_of_paired_differences(script, tmp_path, capsys):

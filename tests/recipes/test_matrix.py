@@ -20,6 +20,14 @@ def test_every_recipe_is_the_same_complete_recipe_as_before():
     assert now == DIGESTS  # a recipe that is changed on purpose gets a new digest here, and a line in the changelog
 
 
+@pytest.mark.parametrize("data", ["clinc150", "banking77"])
+def test_the_yardstick_for_texts_is_the_default_recipe(data):
+    row, default = load_recipe(f"yardsticks/{data}-fasttext-default"), load_recipe("text")
+    assert (row.stages, row.evaluation) == (default.stages, default.evaluation)
+    assert row.data.model_copy(update={"name": default.data.name, "classes": None}) == default.data
+    assert [peer.posterior for peer in row.peers] == [peer.posterior for peer in default.peers]
+
+
 def test_rows_are_the_product_of_their_values():
     file = {
         "prefix": "p/",
