@@ -51,8 +51,8 @@ $(DOCS_READY): $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("peerbayes needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e ".[zoo,sweep,export,serve,test]"
-	touch $(READY)  # Python compiles what it imports; pip would compile all
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[zoo,sweep,export,serve,test]"
+	touch $(READY)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) demo build docs/_build docs/generated src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
